@@ -1,13 +1,13 @@
 """Train a GPT-2 class language model on a token file.
 
-    python train_colab_mmap.py --input my_text.txt --minutes 60   # chooses the model for the text and the machine
+    python train_colab_mmap.py --input my_text.txt --minutes 60   # chooses a model for the text and the machine
     python train_colab_mmap.py --config quickstart.json      # a model that answers questions, in minutes on a CPU
     python train_colab_mmap.py --config gpt2_small.json      # 134M parameters on datasets_cache/, on a GPU
     python train_colab_mmap.py --config gpt2_small.json --dry_run
 
-Every key of the config is a flag. Running the same command again continues the run where it was cut off.
+Every key of the config is a flag. Running the same command again continues the run.
 
-The story goes on in `training/fit.py`: `fit` makes the run and resumes it, `take_steps` is the loop.
+Read on in `training/fit.py`: `fit` makes and resumes the run, `take_steps` is the loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from common.errors import CheckpointError
 from common.script import end, writing_script
 from training.config import parse_config
 
-# Threads that wait for each other spin this often before they sleep. With libgomp's own 300,000 a step takes up to five
-# times as long beside another busy program; fewer cost a quiet machine time (docs/benchmarks/what_was_tried.md).
+# A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step takes up to five times
+# as long beside another busy program; with fewer, a quiet machine is slower (docs/benchmarks/what_was_tried.md).
 SPIN_COUNT = "30000"
 
 
@@ -29,16 +29,16 @@ SPIN_COUNT = "30000"
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     config = parse_config(argv)
-    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
+    if "OMP_WAIT_POLICY" not in os.environ:  # torch reads both when it is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    # torch takes seconds to import, and --help should not wait for it.
+    # Importing torch takes seconds, and --help should not wait for it.
     from training import companion, dial, inspections
     from training.fit import fit
 
     if config.leaves_the_choice and not config.companion:
         config = dial.choose(argv, config, started)
     code = 0
-    for run, begins in companion.plan_both(config, started) if config.companion else [(config, started)]:
+    for run, begins in companion.plan_runs(config, started) if config.companion else [(config, started)]:
         if run.dry_run or run.profile:
             code = inspections.inspect(run, begins)
         else:

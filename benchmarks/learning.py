@@ -38,11 +38,11 @@ from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
 from training.config import parse_config
 from training.law import Law
-from training.plan import tokenized
-from training.recipe import HEAD_WIDTH, Shape, context_for, recipe, sequences_for, settings_for
+from training.plan import find_or_tokenize
+from training.recipe import HEAD_WIDTH, Shape, choose_context, choose_sequences, choose_settings, read_recipe
 from training.records import read_metrics
 from training.state import Previous
-from training.text import TRAIN_SHARE, vocabulary_for
+from training.text import TRAIN_SHARE, choose_vocabulary
 
 LEAST_CHARACTERS = 20_000  # of a book
 FIT_STEPS = 3_000
@@ -105,11 +105,11 @@ def law_runs(books: str, folder: Path) -> dict[str, list[str]]:
     for megabytes, width, passes in LAW_RUNS:
         text, share = folder / f"books_{megabytes:g}.txt", round(megabytes * 1e6) // len(texts)
         text.write_text("\n\n".join(each[len(each) // 3 :][:share] for each in texts), encoding="utf-8")
-        vocabulary = vocabulary_for(megabytes * 1e6)
+        vocabulary = choose_vocabulary(megabytes * 1e6)
         tokens = passes * TRAIN_SHARE * megabytes * 1e6 / vocabulary.letters_per_token
-        length = context_for(Shape(4, width, 256), tokens)
-        sequences = sequences_for(tokens, length)
-        keys = recipe() | settings_for(width, sequences * length, passes)
+        length = choose_context(Shape(4, width, 256), tokens)
+        sequences = choose_sequences(tokens, length)
+        keys = read_recipe() | choose_settings(width, sequences * length, passes)
         keys |= {
             "input": text, "vocab_size": vocabulary.size, "num_layers": 4, "embed_dim": width,
             "num_heads": width // HEAD_WIDTH, "max_seq_len": length, "batch_size": sequences, "epochs": passes,
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.law:
         variants = law_runs(flags.law, runs_dir)
         for words in variants.values():  # not by two runs at once
-            tokenized(parse_config(words), Previous())
+            find_or_tokenize(parse_config(words), Previous())
     else:
         first = flags.runs[0]
         variants = {run: shlex.split(run if run == first else f"{first} {run}") for run in flags.runs}

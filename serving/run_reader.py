@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from common.validation import about
-from training.config import MODEL_KEYS, SCHEMA, counts
+from training.config import MODEL_KEYS, SCHEMA, has_effect
 from training.records import (
     CONFIG,
     METRICS,
@@ -21,10 +21,10 @@ from training.records import (
     SAMPLES,
     SUMMARY,
     Sample,
+    find_records,
+    format_score,
     read_metrics,
     read_samples,
-    records_in,
-    score,
 )
 
 FIELDS = (
@@ -53,7 +53,7 @@ class RunReader:
         """The run as the page takes it. What cannot be read stays as it was, and `problem` says why."""
         problem = ""
         try:
-            self.read_records(records_in(self.folder))
+            self.read_records(find_records(self.folder))
         except OSError as error:
             problem = "the folder is gone" if not self.folder.is_dir() else error.strerror or str(error)
         except (ConfigError, DataError) as error:
@@ -83,7 +83,7 @@ class RunReader:
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """The settings of the training. The vocabulary and the shape of the model come from its newest checkpoint."""
-        values = {key: value for key, value in config.items() if key in SHOWN and counts(key, config)}
+        values = {key: value for key, value in config.items() if key in SHOWN and has_effect(key, config)}
         there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
         for checkpoint in [*reversed(there), self.folder / "best"]:  # a copy's stand in the folder itself
             with contextlib.suppress(ConfigError, OSError):  # deleted in the meantime
@@ -131,7 +131,7 @@ def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             "prompts": table[0].prompts,
             "expected": [(text or "").strip() for text in table[0].expected],
             "rows": [
-                {"step": row.step, "right": score(row), "answers": [text.strip() for text in row.answers]}
+                {"step": row.step, "right": format_score(row), "answers": [text.strip() for text in row.answers]}
                 for row in spread(table, MOST_SAMPLES)
             ],
         }

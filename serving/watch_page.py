@@ -21,7 +21,7 @@ from common.output import byte_size
 from common.validation import suggest
 from serving.run_reader import RunReader
 from serving.server import is_own
-from training.records import CONFIG, METRICS, records_in
+from training.records import CONFIG, METRICS, find_records
 
 TEMPLATE = Path(__file__).with_name("watch.html")
 POLL_SECONDS = 2.0  # how often the page asks for news
@@ -41,9 +41,9 @@ def runs_in(folder: Path) -> list[Path]:
         there = [path.name for path in folder.absolute().parent.glob("*/") if (path / "config.json").exists()]
         near = suggest(folder.name, there, prefix=f"{folder.parent}/")
         raise ConfigError(f"There is no run folder {folder}.{near}")
-    if any((records_in(folder) / name).exists() for name in (METRICS, CONFIG)):
+    if any((find_records(folder) / name).exists() for name in (METRICS, CONFIG)):
         return [folder]
-    if inside := sorted(path for path in folder.iterdir() if (records_in(path) / METRICS).exists()):
+    if inside := sorted(path for path in folder.iterdir() if (find_records(path) / METRICS).exists()):
         return inside
     raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no {CONFIG} in it.")
 

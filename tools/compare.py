@@ -28,7 +28,7 @@ from common.script import script
 from common.validation import STRICT, Text, option
 from serving.run_reader import RunReader
 from serving.watch_page import html_file, named, write_page
-from training.records import read_metrics, records_in
+from training.records import find_records, read_metrics
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def records_of(checkpoint: Path) -> Path:
     """The records of the run that a checkpoint is in."""
-    return records_in(checkpoint.parents[checkpoint.parent.name == "checkpoints"])
+    return find_records(checkpoint.parents[checkpoint.parent.name == "checkpoints"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The time of a run: what of it is training, and what its end will take."""
+"""The clock of a run: time in total, time spent training, and the time its end will take."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from training.evaluate import SPEEDUP, evaluated_windows
+from training.evaluate import EVALUATION_SPEEDUP, evaluated_windows
 from training.run import Run
 
-SUMMARY_TOKENS = 65_000  # a summary reads about as many, of held-out passages
+SUMMARY_TOKENS = 65_000  # a summary scores about this many tokens of held-out passages
 MAX_SUMMARY_SHARE = 0.01  # share of --minutes
-MAX_GUESSED_SHARE = 0.2  # share of --minutes that an evaluation is expected to take at most until one is measured
-WRITE_BYTES_PER_SECOND = 200e6  # assumed until a checkpoint was written
+MAX_GUESSED_EVALUATION_SHARE = 0.2  # share of --minutes, until an evaluation is measured
+WRITE_BYTES_PER_SECOND = 200e6  # until the first checkpoint is written
 
 
 class Clock:
-    """Measures a run: evaluating and saving count in its time, not in its speed."""
+    """Measures a run. Evaluating and saving count towards its time, not its speed."""
 
     def __init__(self, run: Run, started: float):
         """`started`: the time.perf_counter() at which this session began."""
         self.run = run
-        self.earlier = run.state.elapsed_seconds  # of the sessions before
-        self.run_started = started - self.earlier  # had there been one session only
+        self.earlier_seconds = run.state.elapsed_seconds
+        self.run_started = started - self.earlier_seconds  # as if the run had been one session
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
-        self.evaluation_seconds: float | None = None  # of the last evaluation
-        self.write_seconds: float | None = None  # of the last checkpoint folder
+        self.evaluation_seconds: float | None = None  # the last evaluation
+        self.write_seconds: float | None = None  # the last checkpoint folder
         self.steps = 0  # steps of this session
-        self.first_done = 0.0  # training_seconds after the first
-        self.step_seconds: float | None = None  # mean of the others: the first starts kernels and allocates memory
+        self.first_done = 0.0  # training_seconds after the first step
+        self.step_seconds: float | None = None  # mean without the first step, which starts kernels and allocates memory
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the run has taken, over all its sessions."""
+        """Seconds of the run, over all its sessions."""
         return time.perf_counter() - self.run_started
 
     @property
     def session_seconds(self) -> float:
-        return self.elapsed - self.earlier
+        return self.elapsed - self.earlier_seconds
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of the run, without what was `paused` in this session."""
+        """Seconds of the run without the pauses of this session."""
         return self.elapsed - self.paused_seconds
 
     @property
     def training_cpu(self) -> float:
-        """Seconds that this thread has computed, without what was `paused`."""
+        """CPU seconds of this thread without the pauses."""
         return time.thread_time() - self.paused_cpu
 
     @property
     def compute_units(self) -> float | None:
-        """Spent so far; None where the machine's rate is not known."""
+        """Compute units spent so far; None if the machine's rate is not known."""
         rate = self.run.hardware.units_per_hour(self.run.config)
         return self.elapsed / 3600 * rate if rate else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep what happens inside out of the training's speed. Not to be nested: it would count twice."""
+        """Do not count what happens inside as training. Do not nest: it would be subtracted twice."""
         self.run.hardware.synchronize()
         began, cpu = time.perf_counter(), time.thread_time()
         try:
@@ -68,7 +68,7 @@ class Clock:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Pause, and take the length of the pause as that of an evaluation."""
+        """Pause, and record the length of the pause as `evaluation_seconds`."""
         before = self.paused_seconds
         with self.paused():
             yield
@@ -76,14 +76,14 @@ class Clock:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Pause while the training waits for a save."""
+        """Pause, and add the length of the pause to `saving_seconds`."""
         before = self.paused_seconds
         with self.paused():
             yield
         self.saving_seconds += self.paused_seconds - before
 
     def count_step(self) -> None:
-        """Count a step in the `step_seconds`."""
+        """Count a step, and update `step_seconds`."""
         self.steps += 1
         if self.steps == 1:
             self.first_done = self.training_seconds
@@ -92,28 +92,28 @@ class Clock:
 
     @property
     def limit_reached(self) -> str:
-        """Why the run stops here, if it does, and what to do: the end of a sentence."""
+        """The reason if --max_hours ends the run here, and what to type; else empty."""
         hours = self.run.config.max_hours
         if hours and self.elapsed >= 3600 * hours:
-            return f"--max_hours {hours:g} is reached. The same command with more of it continues."
+            return f"--max_hours {hours:g} is reached. The same command with a higher limit continues."
         return ""
 
     @property
     def ending_seconds(self) -> float:
-        """Estimate the last step, its evaluation, writing and copying its checkpoints, and the summary; in seconds. The
-        estimate of an earlier session holds until a step is measured."""
+        """Estimated seconds for the last step, its evaluation, writing and copying its checkpoints, and the summary.
+        Until a step is measured, the estimate of the session before."""
         run, step, evaluation, write = self.run, self.step_seconds, self.evaluation_seconds, self.write_seconds
         if step is None:
             return run.state.ending_seconds
-        reading = step / run.tokens_per_step / SPEEDUP  # seconds to read a token
+        reading = step / run.tokens_per_step / EVALUATION_SPEEDUP  # seconds per token
         if evaluation is None:  # not measured yet
             evaluation = evaluated_windows(run.data, run.config) * run.shape.max_seq_len * reading
-            evaluation = min(evaluation, MAX_GUESSED_SHARE * 60 * run.config.minutes)
+            evaluation = min(evaluation, MAX_GUESSED_EVALUATION_SHARE * 60 * run.config.minutes)
         if write is None:
             write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
         if run.mirror is not None:
             write += write if run.mirror.copy_seconds is None else run.mirror.copy_seconds
         summary = min(SUMMARY_TOKENS * reading, MAX_SUMMARY_SHARE * 60 * run.config.minutes)
-        if run.config.eval_interval:
-            return step + evaluation + 2 * write + summary  # the best weights may be these
+        if run.config.eval_interval:  # the last weights may be the best: written twice
+            return step + evaluation + 2 * write + summary
         return step + write + summary

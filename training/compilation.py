@@ -1,4 +1,4 @@
-"""How the model is prepared for a run's micro-batches: compiled, and again for half as many rows if memory runs out."""
+"""Compile the model for a run's micro-batches, and again with half as many rows if memory runs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model import TransformerLanguageModel
 from training.config import AUTOMATIC_SOURCES, HALVED
 from training.hardware import Hardware
 from training.memory import (
-    DROPOUT_ASIDE,
+    EXCEPT_DROPOUT,
     attempt,
     halve_until_it_fits,
     memory_advice,
@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 
 def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
-    """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
-    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does).
+    """Compile the model for the micro-batch and return `work(run)`. If memory runs out, do both again with half the
+    rows: `work` changes only gradients, and their sum does not depend on the rows (dropout's draws do).
 
     Raises MemoryExhausted if one sequence at a time does not fit.
     """
-    while run.rows_at_once > 1 and world().size == 1:  # several processes would have to retry together
+    while run.rows_at_once > 1 and world().size == 1:  # several processes cannot retry on their own
         with attempt(run.hardware.device):
-            prepare(run)  # nothing to do if it is prepared for these rows
+            prepare(run)
             return work(run)
         halve_rows(run)
     with memory_advice(run.config, run.shape, run.hardware, lambda: run.rows_at_once):
@@ -53,34 +53,34 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
 
 
 def prepare(run: Run) -> None:
-    """Compile the model for the run's micro-batches and record its steps, if that is not done."""
+    """Compile the model for the run's micro-batches and record its steps, unless that was done."""
     if run.compiled_rows != run.rows_at_once:
         compile_run(run)
         run.recorded = record_step(run)
 
 
 def halve_rows(run: Run) -> None:
-    """Halve the micro-batch after running out of memory, and free what steps have left."""
-    rows, aside = run.rows_at_once, DROPOUT_ASIDE if run.config.dropout else ""
+    """Halve the micro-batch after running out of memory, and free the memory of failed steps."""
+    rows, except_dropout = run.rows_at_once, EXCEPT_DROPOUT if run.config.dropout else ""
     run.recorded = None
     run.optimizer.zero_grad(set_to_none=True)
     if run.hardware.compiles:
-        torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
+        torch.compiler.reset()  # PyTorch limits how often it compiles for another shape
     return_freed_memory(run.hardware.device)
     run.micro_batch_size, run.micro_batch_source = rows // 2, HALVED
     fewer = run.rows_at_once
     log.info(
-        f"Out of memory with {rows} sequences at once: the same batch again with {fewer}, with the same "
-        f"result{aside}, as by --micro_batch_size {fewer}"
+        f"Out of memory with {rows} sequences at once. Repeating the batch with {fewer}, as with --micro_batch_size "
+        f"{fewer}; the result is the same{except_dropout}."
     )
 
 
 class CompiledParts(torch.nn.Module):
-    """The model's loss, computed by its parts, each compiled: the blocks one by one, since they all share one compiled
-    function. So compiling takes as long for 24 layers as for 2.
+    """The model with each part compiled on its own. All blocks share one compiled function, so compiling takes as long
+    for 24 layers as for 2.
 
-    For GPUs, where compiling a whole model takes up to a minute. On a CPU steps would be 1 to 4% slower, and compiling
-    is shorter there.
+    Used on GPUs, where compiling a whole model takes up to a minute. On a CPU compiling is shorter, and steps would be
+    1 to 4% slower.
     """
 
     def __init__(self, model: TransformerLanguageModel):
@@ -88,14 +88,16 @@ class CompiledParts(torch.nn.Module):
         self.model = model
         compiled = functools.partial(torch.compile, dynamic=False)
         self.embed_texts, self.loss = compiled(model.embed_texts), compiled(model.loss)
-        self.blocks = [compiled(block) for block in model.blocks]  # a list: their parameters are the model's
+        self.blocks = [
+            compiled(block) for block in model.blocks
+        ]  # a list, because their parameters belong to the model
 
     def undo(self) -> None:
-        """Compute with the uncompiled parts from now on."""
+        """Use the uncompiled parts from now on."""
         self.embed_texts, self.loss, self.blocks = self.model.embed_texts, self.model.loss, list(self.model.blocks)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the mean loss, as the model's `forward` does."""
+        """Return the mean loss, (), as the model's `forward` does."""
         x, rotation, mask = self.embed_texts(tokens, starts)
         for block in self.blocks:
             x = self.model.apply_block(block, x, rotation, mask)
@@ -103,19 +105,18 @@ class CompiledParts(torch.nn.Module):
         return loss
 
 
-class TookTooLong(BaseException):
-    """Not an Exception: the compiler handles those."""
+class CompileTimeout(BaseException):
+    """Compiling took too long. A BaseException, because the compiler catches every Exception."""
 
 
 def compile_model(
     model: TransformerLanguageModel, hardware: Hardware, example: tuple[torch.Tensor, ...], evaluates: bool = False
 ) -> tuple[Callable[..., torch.Tensor], str]:
-    """Compile the model, and try it on the batch `example`, forward and backward and, if the run `evaluates`, without
-    gradients: so nothing is left to compile after the first step.
+    """Compile the model and run it on the batch `example`: forward, backward and, if the run `evaluates`, without
+    gradients. Nothing is left to compile after the first step. Return the model, and "" or the reason for a failure.
 
-    If compiling fails or takes longer than `hardware.compile_limit`, says so once and returns the model uncompiled, and
-    the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing
-    here.
+    If compiling fails or takes longer than `hardware.compile_limit`, print so and return the uncompiled model: it is
+    slower, with the same results. Processes exchange nothing here, so one of several may fail alone.
     """
     if not hardware.compiles:
         return data_parallel(model), ""
@@ -125,16 +126,16 @@ def compile_model(
     torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
     inner = data_parallel(CompiledParts(model) if hardware.is_cuda else model)
     step_model = inner if hardware.is_cuda else torch.compile(inner, dynamic=False)
-    # Its products in fp32 are fp32 on purpose.
+    # fp32 products are fp32 on purpose.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
-    warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # of where a signal came
+    warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # the place where the time limit struck
     try:
         with time_limit(hardware.compile_limit):
             with no_sync(inner):
                 with hardware.autocast():
                     loss = step_model(*example)
-                # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one
-                # waits, and only this thread handles signals.
+                # This compiles the backward pass. On a GPU, autograd would do that in another thread, and only this
+                # one handles the signal of the time limit.
                 with torch.autograd.set_multithreading_enabled(False):
                     loss.backward()
             if evaluates:
@@ -142,21 +143,23 @@ def compile_model(
                 with torch.no_grad(), hardware.autocast():
                     step_model(*example)
     except BaseException as error:
-        forget_unfinished()
-        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | TookTooLong):
+        cancel_compilation()
+        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | CompileTimeout):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
-        return uncompiled(inner), first_line
+        return undo_compile(inner), first_line
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
     hardware.synchronize()
-    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(example[0])} sequences included.")
+    print(
+        f"Compiled in {time.perf_counter() - started:.0f} s, including a first pass over {len(example[0])} sequences."
+    )
     return step_model, ""
 
 
-def uncompiled(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def undo_compile(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return the uncompiled form of what `compile_model` returned."""
     inner: Callable[..., torch.Tensor] = getattr(step_model, "_orig_mod", step_model)
     parts = getattr(inner, "module", inner)  # inside DistributedDataParallel
@@ -167,19 +170,19 @@ def uncompiled(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TookTooLong inside after so many seconds, as soon as this thread waits for the C++ compiler's processes:
-    an exception inside one of PyTorch's operations can end the process. Not on Windows, which has no such signal, nor
-    in a thread."""
+    """Raise CompileTimeout inside after `seconds`, as soon as this thread waits for the C++ compiler's processes: an
+    exception inside one of PyTorch's operations can end the process. No effect on Windows, which lacks the signal, and
+    outside the main thread."""
     if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_filename == threading.__file__:
-            raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
+            raise CompileTimeout(f"not done after {seconds:.0f} s, twice the forecast")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # and again, until this thread waits
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # repeated until this thread waits
     try:
         yield
     finally:
@@ -187,9 +190,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def forget_unfinished() -> None:
-    """Clean up after an attempt that failed or was stopped. Cancel queued jobs, or the process would wait for them when
-    it ends. Clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
+def cancel_compilation() -> None:
+    """Clean up after compiling failed. Cancel queued jobs, because the process would wait for them at its end. Clear
+    PyTorch's caches, because the next attempt in this process (a notebook) would fail too."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import clear_caches
 
@@ -200,25 +203,24 @@ def forget_unfinished() -> None:
 
 
 def compile_run(run: Run) -> None:
-    """Set `step_model` for the current `rows_at_once`, and try it on the first sequences. If compiling fails in one of
-    the processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was
-    given.
+    """Compile the model for the current `rows_at_once` and set `step_model`. If compiling fails in one process, all
+    train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
-    run.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
+    run.optimizer.tensors()  # allocated now, so that a lack of memory shows before compiling
     example = run.data.batch(0, run.rows_at_once) if run.hardware.compiles else ()
     run.step_model, failure = compile_model(run.model, run.hardware, example, bool(run.config.eval_interval))
     if any_process(bool(failure))[0]:
         if not failure:
             print("torch.compile failed in another process; training continues uncompiled in all of them.")
-            # For another micro-batch, the first step would compile again.
-            run.step_model = uncompiled(run.step_model)
+            # A different micro-batch would compile again in the first step.
+            run.step_model = undo_compile(run.step_model)
         reason = f"torch.compile failed ({failure or 'in another process'})"
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
         if run.micro_batch_source in AUTOMATIC_SOURCES:
             rows, source = halve_until_it_fits(run.config, run.model, run.hardware, run.data.gpu_bytes)
-            if rows >= run.micro_batch_size:  # it may have been halved already
+            if rows >= run.micro_batch_size:  # halved already
                 rows, source = run.micro_batch_size, run.micro_batch_source
             run.micro_batch_size, run.micro_batch_source = smallest_rows(rows, source)
     run.compiled_rows = run.rows_at_once

@@ -1,7 +1,7 @@
-"""Config: the settings of a run, each with its range, its help and what it contradicts; read from defaults, a config
-file and flags. Later ones win, and all problems are reported.
+"""The settings of a run: their ranges, help texts and contradictions. Read from defaults, a config file and flags;
+later ones win, and all problems are reported at once.
 
-Torch is not imported here, so that `--help` answers at once."""
+This module does not import torch, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
-OURS = ("name", "sources", "forecast")  # fields of Config that nobody gives
-ESTIMATED, HALVED = "memory", "out of memory"  # sources of a micro-batch: fitted by the estimate, or halved since
-AUTOMATIC_SOURCES = ("default", ESTIMATED, HALVED)  # sources of values that no user gave
-FEWEST_MINUTES = 0.0001
+INTERNAL_FIELDS = ("name", "sources", "forecast")
+ESTIMATED, HALVED = "memory", "out of memory"  # sources of a micro-batch
+AUTOMATIC_SOURCES = ("default", ESTIMATED, HALVED)  # the user has given no value
+MIN_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]
-Sequences = Annotated[int, Field(ge=1, le=1_000_000)]  # more must be a mistake
+Sequences = Annotated[int, Field(ge=1, le=1_000_000)]  # a larger number must be a mistake
 
 
 @dataclass(frozen=True, config=STRICT)
 class Forecast:
-    """What the dial expects of a run."""
+    """The dial's forecast for a run."""
 
     bits_per_byte: float
-    error: float  # as much more or less is likely
+    error: float  # half of the interval
     tokens_per_second: float
-    cpu_share: float = 1.0  # of the time, while it was timed on a CPU; other programs took the rest
+    cpu_share: float = 1.0  # CPU time / time of the timed steps; below 1, other programs used the CPU
     alone: float | None = None  # bits per byte without the companion, if there is one
-    minutes: float | None = None  # that the run had then; with others it comes to something else
+    minutes: float | None = None  # the forecast is for this --minutes
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataKeys:
-    """What the run learns from."""
+    """The settings that name the training text."""
 
     input: Text | None = option(
         None, "data", "text file(s) to tokenize on first use, or builtin:conversations", scope="place"
@@ -63,14 +63,14 @@ class DataKeys:
     max_mb: float | None = option(
         None,
         "data",
-        "of an hf:// --input, take so much text, spread over its files [what --minutes alone can read]",
+        "megabytes of text to take from an hf:// --input, spread over its files [as much as fits --minutes]",
         gt=0,
         scope="place",
     )
     companion: Text | None = option(
         None,
         "data",
-        "a second, larger text to learn first, before --input and within --minutes",
+        "a second, larger text to train on first, within --minutes",
         scope="place",
     )
     data_dir: Text | None = option(
@@ -91,7 +91,7 @@ class DataKeys:
 class Config(ModelConfig, DataKeys):
     """All settings of a run. Each field with a description is a key of a config JSON and a flag of the same name.
 
-    The order of fields is the order of --help: data, model, and what follows.
+    The order of fields is the order of --help.
     """
 
     vocab_size: int = option(
@@ -218,9 +218,9 @@ class Config(ModelConfig, DataKeys):
         False, "hardware", "time the parts of a step, say what limits it, write no run", scope="command"
     )
 
-    name: str = "default"  # of the config file, or of the model size
-    sources: dict[str, str] = Field(default_factory=dict)  # where each value came from
-    forecast: Forecast | None = None  # if training/dial.py chose the model
+    name: str = "default"  # name of the config file or model size
+    sources: dict[str, str] = Field(default_factory=dict)  # key -> where its value came from
+    forecast: Forecast | None = None  # None unless training/dial.py chose the model
 
     @property
     def run_dir(self) -> Path:
@@ -232,19 +232,19 @@ class Config(ModelConfig, DataKeys):
 
     @property
     def sequences_per_process(self) -> int:
-        """Sequences of a step per process, rounded up: some processes may take one less."""
+        """Sequences per step and process, rounded up: some processes may take one less."""
         return math.ceil(self.sequences_per_step / world().size)
 
     def rows_at_once(self, micro_batch_size: int) -> int:
-        """Return the sequences per forward pass, at most `micro_batch_size`: a process cuts its share of a step into
+        """Return the sequences per forward pass, at most `micro_batch_size`. A process cuts its share of a step into
         micro-batches of this size; the last may be smaller."""
         return math.ceil(self.sequences_per_process / math.ceil(self.sequences_per_process / micro_batch_size))
 
     @property
     def leaves_the_choice(self) -> bool:
-        """Whether a text or its tokens are given, and nothing that has a model: training/dial.py chooses one."""
-        is_of_file = any(source not in ("default", "flag") for source in self.sources.values())
-        if is_of_file or self.model_size or self.init_from or self.resume_from:
+        """Whether training/dial.py chooses the model: a text or its tokens are given, and neither shape nor weights."""
+        is_from_file = any(source not in ("default", "flag") for source in self.sources.values())
+        if is_from_file or self.model_size or self.init_from or self.resume_from:
             return False
         has_shape = self.is_explicit("num_layers") or self.is_explicit("embed_dim")
         if self.minutes:
@@ -259,20 +259,20 @@ class Config(ModelConfig, DataKeys):
         return self.sources.get(key, "default") != "default"
 
     def fill_in(self) -> None:
-        """Leave open what was not given: `shape` fills it in."""
+        """Do nothing: `shape` fills in what was not given."""
 
     def shape(self, vocab_size: int) -> ModelConfig:
         return ModelConfig(**{key: getattr(self, key) for key in fields_of(ModelConfig)} | {"vocab_size": vocab_size})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
-        """Return the adapters of this configuration. If only sizes matter, the defaults for the base suffice."""
+        """Return the description of the adapters. Where only sizes matter, the defaults for the base suffice."""
         from common.lora import LoRA
 
         targets: Any = tuple(self.lora_targets.split(","))
         return LoRA(self.lora_rank, self.lora_alpha, targets, base, base_sha256)
 
     def contradictions(self) -> list[str]:
-        """List the values that contradict each other, or the number of processes."""
+        """List contradictions between settings, and with the number of processes."""
         problems = super().contradictions()
 
         def where(key: str) -> str:
@@ -290,43 +290,43 @@ class Config(ModelConfig, DataKeys):
             problems.append("--input and --bin_file both name the data; give one of them")
         if not self.input:
             problems += [
-                f"{key} is for --input; token files have their own"
+                f"{key} applies to --input only; leave it out"
                 for key in ("tokenizer", "vocab_size", "text_key")
                 if self.is_explicit(key)
             ]
         if self.companion and not (self.input and self.minutes):
             problems.append("--companion also needs --input (your text) and --minutes (the time for both)")
         if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
-            problems.append(f"max_mb is for an --input that begins with {HUB}; leave it out")
+            problems.append(f"max_mb applies only to an --input that begins with {HUB}; leave it out")
         if self.input and self.input.startswith(HUB) and not (self.max_mb or self.leaves_the_choice):
-            problems.append(f"--input {self.input} may be very large: --max_mb 500, say, reads a part of it")
+            problems.append(f"--input {self.input} may be very large: add --max_mb 500 to read only that much")
         problems += [
-            f"{key} ({where(key)}) is for --{of} {value or 'N'}"
+            f"{key} ({where(key)}) applies only with --{of} {value or 'N'}; leave it out"
             for key, (of, value) in CONDITIONS.items()
-            if self.is_explicit(key) and not counts(key, vars(self)) and key != "epochs"
+            if self.is_explicit(key) and not has_effect(key, vars(self)) and key != "epochs"
             if not (where(of) == "flag" and where(key) != "flag")  # flags win
         ]
         if self.lora_rank and self.optimizer == "muon":
-            problems.append("lora_rank trains adapters, only with AdamW; add --optimizer adamw")
+            problems.append("lora_rank trains adapters, which needs AdamW; add --optimizer adamw")
         if self.lora_rank and not (self.init_from or self.resume_from):
-            problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
+            problems.append("lora_rank needs a trained model to adapt; name it with --init_from CHECKPOINT")
         if self.use_lr_scheduler == "constant" and where("cooldown") == "flag":
-            problems.append("cooldown is for --use_lr_scheduler cosine or linear")
+            problems.append("cooldown applies only with --use_lr_scheduler cosine or linear; leave it out")
         if self.minutes and self.use_lr_scheduler == "constant":
             problems.append(
-                "minutes needs a schedule that decays, and use_lr_scheduler constant does not; add "
-                "--use_lr_scheduler linear, or stop by --max_hours"
+                "minutes needs a learning rate that decays; add --use_lr_scheduler linear, or limit the time by "
+                "--max_hours"
             )
-        if 0 < self.minutes < FEWEST_MINUTES:
-            problems.append(f"minutes is {self.minutes:g}; allowed: 0 (off), or at least {FEWEST_MINUTES:g}")
+        if 0 < self.minutes < MIN_MINUTES:
+            problems.append(f"minutes is {self.minutes:g}; allowed: 0 (off), or at least {MIN_MINUTES:g}")
         if self.minutes and self.cooldown == 1 and self.is_explicit("cooldown"):
             problems.append(
-                "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
+                "cooldown 1 decays from the first step, and with minutes the last step is not known by then; give a "
                 "--cooldown below 1"
             )
         if self.input and where("init_from") == "flag":
             problems += [
-                f"{key} has no effect with --init_from, whose tokenizer is used; leave it out"
+                f"{key} has no effect with --init_from, because its tokenizer is used; leave it out"
                 for key in ("tokenizer", "vocab_size")
                 if where(key) == "flag"
             ]
@@ -338,7 +338,7 @@ class Config(ModelConfig, DataKeys):
                 f"({where('learning_rate')})"
             )
         problems += [
-            f"{key} {value!r} is not UTF-8, and safetensors cannot open files there; choose another folder"
+            f"{key} {value!r} is not UTF-8, so safetensors cannot open files in it; choose another folder"
             for key, value in (("output_dir", self.output_dir), ("checkpoint_dir", self.checkpoint_dir))
             if any("\ud800" <= character <= "\udfff" for character in value or "")
         ]
@@ -352,8 +352,8 @@ class Config(ModelConfig, DataKeys):
             )
         if self.profile and world().size > 1:
             problems.append(
-                f"--profile is for one process, and torchrun started {world().size}: python train_colab_mmap.py ... "
-                "--profile"
+                f"--profile runs in one process, and torchrun started {world().size}; use python "
+                "train_colab_mmap.py ... --profile"
             )
         if self.device in ("cuda", "mps") and not self.use_gpu:
             problems.append(f"--device {self.device} and --use_gpu false contradict each other")
@@ -364,7 +364,7 @@ class Config(ModelConfig, DataKeys):
         if self.resume_from and self.init_from:
             problems.append("--resume_from continues a run, --init_from starts a new one; give one of them")
         if self.stop_after_worse and not self.eval_interval:
-            problems.append("--stop_after_worse needs evaluations; give --eval_interval more than 0")
+            problems.append("--stop_after_worse needs evaluations; give an --eval_interval above 0")
         return problems
 
 
@@ -373,33 +373,33 @@ MODEL_KEYS = tuple(options_of(ModelConfig))
 CONDITIONS = {key: about(f)["of"] for key, f in SCHEMA.items() if "of" in about(f)}
 
 
-def counts(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has an effect beside these values."""
+def has_effect(key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a key has an effect with these values of the others."""
     of, value = CONDITIONS.get(key, (key, None))
     return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
 
 
 def is_resolved(content: dict[str, Any]) -> bool:
-    """Return whether a JSON file is the config.json of a run folder: every value, and where it came from."""
+    """Return whether the content is that of a run folder's config.json, which has values and their sources."""
     return isinstance(content.get("config"), dict) and isinstance(content.get("sources"), dict)
 
 
 def scope_of(key: str) -> str:
-    """Return what a key belongs to: see `option`. The shape of the model is fixed, except its dropout."""
+    """Return the scope of a key (see `option`). The shape of the model is fixed, except its dropout."""
     if key in MODEL_KEYS:
         return "run" if key == "dropout" else "fixed"
     return str(about(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"
 
 
-ELSEWHERE = {
+OTHER_SCRIPTS_FLAGS = {
     **dict.fromkeys(GENERATION_FLAGS.keys() - SCHEMA.keys(), "generate.py"),
     **dict.fromkeys(TOKENIZATION_FLAGS.keys() - SCHEMA.keys(), "tokenize_local_bpe.py"),
 }
 
 
 def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | None = None, by: str = "") -> Config:
-    """Combine defaults, config file and flags; later ones win. `chosen`: in place of a config file, what a part of the
-    program, `by`, chose.
+    """Combine defaults, config file and flags; later ones win. `chosen` stands in for a config file: settings that a
+    part of the program has chosen, `by` names it.
 
     Raises ConfigError listing every problem found in any of them.
     """
@@ -423,9 +423,9 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     for source, layer in layers:
         if (size := layer.get("model_size")) in MODEL_SIZES:
             name = name if config_name is not None else size
-            values |= preset(size)
-            sources |= dict.fromkeys(preset(size), f"model_size {size}")
-        # This layer overrides the run's length.
+            values |= read_preset(size)
+            sources |= dict.fromkeys(read_preset(size), f"model_size {size}")
+        # A layer that sets the length of the run replaces the earlier length.
         for key, others in (("max_steps", ("epochs", "minutes")), ("minutes", ("max_steps",))):
             if key not in layer and any(layer.get(other) for other in others):
                 values.pop(key, None)
@@ -438,27 +438,29 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     values |= {"name": name, "sources": sources}
 
     names = {key: f"--{key}" if source == "flag" else f"{key} in {source}" for key, source in sources.items()}
-    of_words = (*problems, *(f"--{key} is " for key in flags))  # these say by themselves where they come from
-    config = check(Config, values, problems, names, SCHEMA | {key: fields_of(Config)[key] for key in OURS})
+    sourced = (*problems, *(f"--{key} is " for key in flags))  # these name their source
+    config = check(Config, values, problems, names, SCHEMA | {key: fields_of(Config)[key] for key in INTERNAL_FIELDS})
     if problems or config is None:
-        of_file = config_name is not None and not all(problem.startswith(of_words) for problem in problems)
-        head = f"The configuration{f' of {layers[0][0]}' * of_file} is not valid:"
+        is_in_file = config_name is not None and not all(problem.startswith(sourced) for problem in problems)
+        head = f"The configuration{f' in {layers[0][0]}' * is_in_file} is not valid:"
         raise ConfigError("\n  ".join([head, *problems]))
     return config
 
 
 def explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a run's resolved configuration that the user gave: with them the run can continue."""
+    """Return the values that the user gave, from a run's resolved configuration. They suffice to continue the run."""
     values, sources = resolved["config"], resolved["sources"]
     return {
         key: value
         for key, value in values.items()
-        if sources.get(key, "default") not in AUTOMATIC_SOURCES and scope_of(key) != "command" and counts(key, values)
+        if sources.get(key, "default") not in AUTOMATIC_SOURCES
+        and scope_of(key) != "command"
+        and has_effect(key, values)
     }
 
 
 def find_config(name: str) -> Path:
-    """Look up a path or a bare name in the current folder, then in configs/, with or without .json."""
+    """Find a config by path or bare name, in the current folder, then in configs/, with or without .json."""
     names = [name] if name.endswith(".json") else [name, f"{name}.json"]
     folders = [Path(), Path("configs"), REPOSITORY / "configs"]
     for folder in folders:
@@ -467,13 +469,13 @@ def find_config(name: str) -> Path:
                 return folder / candidate
     there = sorted({path.name for folder in folders[1:] for path in folder.glob("*.json")})
     raise ConfigError(
-        f"There is no config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, there)} "
-        f"There are: {', '.join(there)}."
+        f"No config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, there)} Available: "
+        f"{', '.join(there)}."
     )
 
 
-def preset(size: str) -> dict[str, Any]:
-    """Return the model keys of one of MODEL_SIZES."""
+def read_preset(size: str) -> dict[str, Any]:
+    """Read the model keys of one of MODEL_SIZES."""
     keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
     return {key: value for key, value in keys.items() if key in MODEL_KEYS}
 
@@ -489,5 +491,5 @@ def trainer_parser() -> Parser:
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
     add_debug(parser)
-    parser.add_options(SCHEMA, ELSEWHERE)
+    parser.add_options(SCHEMA, OTHER_SCRIPTS_FLAGS)
     return parser

@@ -1,4 +1,4 @@
-"""Tokens -> batches: where windows lie in a text, conversations packed into windows, and the batches drawn from them.
+"""Tokens -> batches: lay out windows in a text, pack conversations into windows, draw batches.
 
 A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
 windows at a fresh phase and visits every window once in a fresh order. So a run resumes exactly from one number, and
@@ -27,22 +27,22 @@ from tokenizer import Tokenizer
 from training.config import Config
 from training.hardware import Hardware
 
-PADDING = 0  # any id that every vocabulary has: the loss ignores it
+PADDING = 0  # the loss ignores it; every vocabulary has this id
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the windows of both splits lie among the tokens."""
+    """The positions of both splits' windows among the tokens."""
 
-    seq_len: int  # inputs of a window
-    windows: int  # of an epoch
-    stride: int  # tokens from one to the next
-    spare: int  # training tokens that no window needs: the first window may start this much later
+    seq_len: int  # inputs per window
+    windows: int  # training windows per epoch
+    stride: int  # tokens between the starts of two windows
+    spare: int  # unused training tokens; the first window may start up to this much later
     val_start: int
     val_windows: int
-    val_tokens_per_byte: float | None  # counts the tokens in the loss; None if the bytes were not counted
+    val_tokens_per_byte: float | None  # tokens in the loss per byte; None if the bytes were not counted
     described: str
-    has_mask: bool = False  # an id that is not in the loss is stored as its complement, ~id
+    has_mask: bool = False  # ids that do not count in the loss are stored as their complement, ~id
 
 
 def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
@@ -65,14 +65,14 @@ def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return how many windows of seq_len inputs, and one more target, fit at every phase; at least one."""
+    """Return the number of windows (seq_len inputs and one more target) that fit at every phase; at least one."""
     return max(1, (tokens - seq_len) // seq_len)
 
 
 def pack_splits(
     tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, seq_len: int
 ) -> tuple[np.ndarray, Layout]:
-    """Pack the conversations of both splits into windows of seq_len + 1. Returns (tokens,) and their layout.
+    """Pack the conversations of both splits into windows of seq_len + 1. Return (tokens,) and their layout.
 
     Raises DataError if the mask belongs to other tokens, ConfigError if no answer fits.
     """
@@ -81,8 +81,8 @@ def pack_splits(
     split, length = metadata.train_tokens, seq_len + 1
     if not is_start[0] or not is_start[split]:
         raise DataError(
-            f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins at the "
-            "start of a split. Copy both again, or run tokenize_local_bpe.py again."
+            f"{metadata.beside('mask_file')} does not belong to {metadata.bin_file}: no conversation begins at the "
+            "start of a split. Copy both files again, or run tokenize_local_bpe.py again."
         )
     train, val = (
         pack(tokens[part], in_answer[part], np.flatnonzero(is_start[part]), length)
@@ -92,14 +92,14 @@ def pack_splits(
         if not packed.conversations:
             raise ConfigError(
                 f"max_seq_len {seq_len} is too short for the conversations of {metadata.path}: every "
-                f"{name} conversation is cut off before its answer. Give a longer --max_seq_len."
+                f"{name} conversation is cut off before its answer. Use a larger --max_seq_len."
             )
     val_bytes = int(tokenizer.byte_lengths[val.ids].sum())
     lost = [
         f"{count:,} {what}"
         for count, what in (
-            (train.cut + val.cut, "longer than the context, without their end"),
-            (train.left_out + val.left_out, "left out, because no answer is within the context"),
+            (train.cut + val.cut, "cut at the context length"),
+            (train.left_out + val.left_out, "left out, because their first answer begins beyond the context length"),
         )
         if count
     ]
@@ -123,12 +123,15 @@ def pack_splits(
 
 
 class Packed(NamedTuple):
-    """`windows`: (windows, length) int32. An id that is not in the loss is stored as its complement, ~id."""
+    """Conversations packed into windows.
+
+    `windows`: (windows, length) int32; ids that do not count in the loss are stored as their complement, ~id.
+    """
 
     windows: np.ndarray
-    conversations: int  # in the windows
-    cut: int  # conversations in the windows that lost their end: they are longer than a window
-    left_out: int  # conversations without an answer in the first window's length
+    conversations: int  # conversations packed
+    cut: int  # packed conversations longer than a window, which lose their end
+    left_out: int  # conversations whose first `length` tokens hold no answer
     answers: int  # targets in the loss
 
     @property
@@ -142,7 +145,7 @@ def pack(tokens: np.ndarray, counted: np.ndarray, starts: np.ndarray, length: in
     """Pack conversations into windows by best-fit decreasing: the longest first, each into the fullest window that has
     room for it.
 
-    tokens, counted: (tokens,); starts: (conversations,), where each begins. It ends where the next one begins.
+    tokens, counted (in the loss): (tokens,); starts: (conversations,), the first token of each.
     """
     lengths = np.minimum(np.diff(starts, append=len(tokens)), length)
     running = np.concatenate([[0], np.cumsum(counted)])
@@ -151,7 +154,7 @@ def pack(tokens: np.ndarray, counted: np.ndarray, starts: np.ndarray, length: in
     kept = np.flatnonzero(learnable)
     order = kept[np.argsort(-lengths[kept], kind="stable")]
 
-    rooms = 0  # bit r is set where a window has room for r more
+    rooms = 0  # bit r: some window has room for r more tokens
     with_room: dict[int, list[int]] = {}
     places = np.empty((len(order), 2), np.int64)  # window, column
     windows = 0
@@ -178,8 +181,8 @@ def pack(tokens: np.ndarray, counted: np.ndarray, starts: np.ndarray, length: in
     return Packed(packed, len(order), cut, len(starts) - len(order), int((packed[:, 1:] >= 0).sum()))
 
 
-RAM_SHARE = 0.7  # tokens may take this share of the available memory; the rest is for the model and Python
-GPU_SHARE = 0.2  # tokens may take this share of the GPU's memory; the rest is for training
+MAX_RAM_TOKENS_SHARE = 0.7  # share of the available memory; the model and Python need the rest
+MAX_GPU_TOKENS_SHARE = 0.2  # share of the GPU's memory; training needs the rest
 
 
 class TokenData:
@@ -197,7 +200,7 @@ class TokenData:
         placement: str,
     ):
         self.metadata = metadata
-        self.tokenizer_file = tokenizer_file  # the verified bytes: the folder may change or vanish later
+        self.tokenizer_file = tokenizer_file  # verified bytes, because the folder may change or vanish
         self.tokenizer = tokenizer
         self.layout, self.seq_len = layout, layout.seq_len
         self.seed = config.seed
@@ -208,7 +211,7 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
-        stride = config.sequences_per_step if world().size > 1 else None  # other processes read the rows between
+        stride = config.sequences_per_step if world().size > 1 else None  # other processes read the rows in between
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
         self.windows, self.val_windows = layout.windows, layout.val_windows
         self.fingerprint = {
@@ -221,7 +224,7 @@ class TokenData:
 
     @classmethod
     def open(cls, config: Config, data_dir: str | None, seq_len: int, hardware: Hardware) -> TokenData:
-        """Find, check and place the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
+        """Find, verify and load the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
         bin_path, tokenizer_path, metadata_path = locate(config, data_dir)
         metadata = TokenMetadata.read(metadata_path)
         bin_path = bin_path or metadata.beside("bin_file")
@@ -230,15 +233,16 @@ class TokenData:
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
             if count <= seq_len and not is_chat:
                 raise ConfigError(
-                    f"max_seq_len {seq_len} needs more than {seq_len} {split} tokens and "
-                    f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
-                    "--train_split."
+                    f"max_seq_len {seq_len} needs more than {seq_len} {split} tokens, and {metadata_path} has "
+                    f"{count:,}. Lower --max_seq_len, or tokenize more text, or use another --train_split."
                 )
         bytes_a_token = 4 if is_chat else metadata.numpy_dtype.itemsize
         placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
         if is_chat and placement == "mmap":
             if config.placement == "mmap":
-                raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
+                raise ConfigError(
+                    "--placement mmap works for text only, because conversations are packed in memory. Leave it out."
+                )
             placement = "ram"
         tokens = read_tokens(bin_path, metadata, mapped=placement == "mmap")
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
@@ -256,7 +260,7 @@ class TokenData:
 
     @property
     def gpu_bytes(self) -> int:
-        """Of the tokens on a GPU."""
+        """Bytes of the tokens on a GPU."""
         return self.tokens.nbytes if self.tokens.is_cuda else 0
 
     def describe(self) -> str:
@@ -268,36 +272,37 @@ class TokenData:
         )
 
     def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
-        """Read the `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs, targets
-        and, for conversations, the column in which each token's conversation starts. Each is (rows, T) int64."""
+        """Return the `rows` sequences that follow the first `sequences_seen`: inputs, targets and, for conversations,
+        the column in which each token's conversation starts. Each is (rows, T) int64."""
         read = self.reader.windows if self.reader else self.train_windows
         return self.split(read(sequences_seen, rows))
 
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
-        """`rows` windows from number `first` on, of a fixed set of `of` windows spread evenly over the split."""
+        """Return `rows` windows, starting with number `first`, of `of` windows spread evenly over the split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
         return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
 
     def train_windows(self, first: int, rows: int) -> torch.Tensor:
-        """`rows` sequences of the shuffled stream from number `first` on, as `gather` returns them."""
+        """Return `rows` sequences of the shuffled stream, starting with number `first`, as `gather` does."""
         layout = self.layout
         return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
-        """Read the windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
-        # A view of all windows, and one indexed copy of the wanted ones: no loop over rows.
+        """Return the windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
+        # A view of all windows, then one indexed copy: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
         indices = torch.from_numpy(starts)
-        if self.tokens.is_cuda:  # from pinned memory: the host does not wait for work that is queued
+        if self.tokens.is_cuda:  # copied from pinned memory, so that the host does not wait
             indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
         return every_window[indices]
 
     def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split windows as stored into what `batch` returns. int64 only on the device, so fewer bytes are copied."""
+        """Split stored windows into what `batch` returns. Converted to int64 on the device, so fewer bytes are
+        copied."""
         windows = windows.to(self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
-        # Contiguous: for tensors with other strides, torch.compile would compile the model again.
+        # Contiguous, because torch.compile would compile the model again for other strides.
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         if not self.layout.has_mask:
             return inputs, targets
@@ -311,17 +316,17 @@ class TokenData:
 
 
 class ReadAhead:
-    """Prefetches batches for the GPU: while the GPU works on one, a thread reads the next into pinned memory. So the
+    """Prefetches batches: while the device works on one, a thread reads the next, into pinned memory for a GPU. So the
     host waits neither for the disk nor for the copy.
 
-    Each batch has its own pinned buffer; PyTorch uses a buffer again once the copy from it is done. A batch that was
-    not prefetched (the first one, or one after a change of size) is read on demand.
+    Each batch has its own pinned buffer, which PyTorch reuses once the copy is done. A batch that was not prefetched
+    (the first, or one of another size) is read on demand.
     """
 
     def __init__(self, data: TokenData, stride: int | None = None):
         self.data = data
         self.device = data.device
-        self.stride = stride  # sequences from one batch to the next; None: the batch's own number
+        self.stride = stride  # sequences between the starts of two batches; None: the size of the batch
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
@@ -341,8 +346,8 @@ class ReadAhead:
 
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
-    """Return (rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin in the
-    split."""
+    """Return the starts, (rows,), in the split of `rows` sequences of the endless shuffled stream, starting with number
+    `first`."""
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
@@ -352,12 +357,12 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
     return starts
 
 
-@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
-    """Draw where the first window of an epoch begins (the phase), and the order of the windows.
+    """Draw the phase of an epoch, at which its first window begins, and the order of its windows.
 
-    RandomState, not Generator: NumPy will never change its stream (NEP 19), so a run that is resumed years later, with
-    another NumPy, still sees the same order.
+    Uses RandomState, not Generator, because NumPy will never change its stream (NEP 19): a run resumed years later with
+    another NumPy still sees the same order.
     """
     random = np.random.RandomState([seed, epoch])
     phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
@@ -365,7 +370,8 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
 
 
 def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | None, Path]:
-    """Find the token file, the tokenizer and the metadata. The first two paths are None where the metadata names them.
+    """Return the paths of the token file, the tokenizer and the metadata. The first two are None if the metadata names
+    them.
 
     Raises DataError if the folder has no token file, or several."""
     if config.bin_file:
@@ -378,31 +384,31 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
     if found:
         names = ", ".join(path.name for path in found)
         raise DataError(
-            f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
-            "--metadata_file, or move each into its own folder and use --data_dir."
+            f"{folder} holds several token files ({names}). Move each into its own folder and use --data_dir, or name "
+            "one with --bin_file, --tokenizer_file and --metadata_file."
         )
     if holds_unfinished(folder):
-        raise DataError(f"{folder}/ holds an unfinished token file: run the same tokenize_local_bpe.py command again.")
+        raise DataError(f"The token file in {folder}/ is unfinished. Run the same tokenize_local_bpe.py command again.")
     where = f" --output_dir {folder}" if config.data_dir else ""
     make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
     dial = "" if config.data_dir else "Train on a text: python train_colab_mmap.py --input my_text.txt --minutes 60. "
-    raise DataError(f"There is no token file in {folder}/. {dial}Or make one: {make}")
+    raise DataError(f"No token file in {folder}/. {dial}To make one: {make}")
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
-    """Choose the fastest memory that the tokens fit in: gpu > ram > mmap. Raises ConfigError if `gpu` has no GPU."""
+    """Choose the fastest memory that holds the tokens: gpu > ram > mmap. Raises ConfigError for `gpu` without a GPU."""
     if config.placement == "gpu" and not hardware.is_cuda:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
     if config.placement != "auto":
         return config.placement
-    if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
+    if hardware.is_cuda and hardware.memory_bytes and size <= MAX_GPU_TOKENS_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
     size *= world().local_size  # each process reads its own copy
-    if free is None or size <= RAM_SHARE * free:
+    if free is None or size <= MAX_RAM_TOKENS_SHARE * free:
         return "ram"
     print(
-        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; the training reads "
-        "them from disk through a memory map. That is slow on a network drive: keep the file on a local disk."
+        f"The tokens ({byte_size(size)}) do not fit in {byte_size(free)} of free RAM, so they are read from disk "
+        "(mmap). Keep the file on a local disk: a network drive is slow."
     )
     return "mmap"

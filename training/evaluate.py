@@ -1,5 +1,5 @@
-"""What a model has learned: validation loss, bits per byte, answers to --eval_prompts, and samples: what it writes
-after the beginnings of held-out documents."""
+"""Evaluate a run: validation loss, bits per byte, answers to --eval_prompts, and samples that continue held-out
+documents."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from training.run import Prompt, Run
 from training.step import Batch, pad_rows
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
-SAMPLES = 3
-PROMPT_TOKENS = 12  # of a beginning
-SPEEDUP = 3  # about that many times as fast as training, which has a backward pass
+NUM_SAMPLES = 3
+SAMPLE_PROMPT_TOKENS = 12
+EVALUATION_SPEEDUP = 3  # relative to training, which has a backward pass
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def right(self) -> bool | None:
-        """Whether it matches exactly, except for white space around it; None if no answer is expected."""
+        """Whether the text is the expected one, apart from white space around it; None if none is expected."""
         return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
 
 
@@ -55,7 +55,7 @@ class Evaluation(NamedTuple):
     val_loss: float  # nats per token
     bits_per_byte: float | None  # None if the metadata does not count the bytes
     windows: int  # validation windows in the loss
-    answers: list[Answer]  # to the prompts of the run
+    answers: list[Answer]  # one per prompt of the run
 
 
 def evaluate(run: Run) -> Evaluation:
@@ -67,24 +67,24 @@ def evaluate(run: Run) -> Evaluation:
 
 @torch.no_grad()
 def validation_loss(run: Run, windows: int | None = None) -> float:
-    """Return the mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run
-    evaluates); masked tokens do not count. Draws no random numbers.
+    """Return the mean cross-entropy in nats per token over a fixed set of `windows` (default: `evaluated_windows`).
+    Masked tokens do not count. Draws no random numbers.
 
-    Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
-    Processes take batches in turn.
+    `pad_rows` gives every batch the same shape, so that torch.compile compiles the evaluation once. Processes take
+    batches in turn.
     """
     model, data, config = run.model, run.data, run.config
     windows = windows or evaluated_windows(data, config)
     exact = exact_device(data.device)
 
     def losses(rows: int) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return the sum over this process's windows, and how many tokens or windows it is of."""
+        """Return the sum of losses over this process's windows, and the number of windows, or of unmasked tokens."""
         total = torch.zeros((), device=exact, dtype=torch.float64)
         counted: int | torch.Tensor = 0
         for round_begins in range(0, windows, rows * world().size):
             first = round_begins + rows * world().rank
             here = max(0, min(rows, windows - first))
-            # A process without windows computes one that does not count, as all take equally many batches.
+            # All processes must take equally many batches: one without windows computes one that does not count.
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
             with run.hardware.autocast():
@@ -94,7 +94,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
     model.eval()
     try:
-        rows = run.rows_at_once  # of several processes, none can take fewer than the others
+        rows = run.rows_at_once  # several processes have to use the same number
         total, counted = losses(rows) if world().size > 1 else with_fewer_rows(losses, rows, data.device)
     finally:
         model.train()
@@ -103,7 +103,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 
 def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
-    """Return the mean loss of a batch, (), in `eval` mode and without gradients."""
+    """Return the mean loss of a batch, (). The model has to be in `eval` mode, without gradients."""
     if run.recorded is not None and run.recorded.rows == len(batch[0]):
         loss: torch.Tensor = run.recorded.evaluate(batch)
         return loss
@@ -112,53 +112,55 @@ def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
 
 def answer_prompts(run: Run) -> list[Answer]:
     """Continue each prompt of the run with the most likely tokens. Every process must call this."""
-    inputs = [in_chat_form(prompt.text, run.data) for prompt in run.prompts]
-    texts = continuations(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    inputs = [apply_chat_template(prompt.text, run.data) for prompt in run.prompts]
+    texts = continue_prompts(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
     return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
-def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
-    """Continue the prompts, as many at once as sequences in training; return [] if memory does not suffice. Rank 0
-    computes them; every process must call this."""
+def continue_prompts(run: Run, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
+    """Continue the prompts, at most `rows_at_once` together. Return [] if memory runs out. Rank 0 computes them; every
+    process must call this."""
     if not prompts:
         return []
     model = run.model
 
-    def written(rows: int) -> list[str]:
+    def generate_texts(rows: int) -> list[str]:
         batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
         return [
             completion.text for batch in batches for completion in generate(model, run.data.tokenizer, batch, sampling)
         ]
 
-    def written_if_it_fits() -> list[str]:
+    def generate_if_it_fits() -> list[str]:
         with attempt(model.device):
-            return with_fewer_rows(written, min(ROWS_AT_ONCE, run.rows_at_once), model.device)
-        log.info("Warning: out of memory while the model wrote texts, which are left out. The training goes on.")
+            return with_fewer_rows(generate_texts, min(ROWS_AT_ONCE, run.rows_at_once), model.device)
+        log.info(
+            "Warning: out of memory while generating text. Answers and samples are left out; the training goes on."
+        )
         return []
 
-    return on_rank_0(written_if_it_fits)
+    return on_rank_0(generate_if_it_fits)
 
 
-def sample(run: Run) -> list[Answer]:
-    """Continue the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call this.
-    Skips conversations, for which `eval_prompts` ask better."""
+def write_samples(run: Run) -> list[Answer]:
+    """Continue the beginnings of NUM_SAMPLES held-out documents with generate.py's defaults. Return [] for
+    conversations, which `eval_prompts` test better. Every process must call this."""
     data = run.data
     if data.layout.has_mask:
         return []
-    prompts = beginnings(data)
+    prompts = choose_sample_prompts(data)
     begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
-    texts = continuations(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+    texts = continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
-def in_chat_form(text: str, data: TokenData) -> str | list[int]:
-    """Put the prompt into the chat template of the training data; plain text has none, and stays."""
+def apply_chat_template(text: str, data: TokenData) -> str | list[int]:
+    """Return the prompt's ids in the chat template of the training data; a text has none, so the prompt stays."""
     template = data.metadata.chat_template
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
 
 def evaluated_windows(data: TokenData, config: Config) -> int:
-    """Return how many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
+    """Return the number of windows in an evaluation: `eval_batches` batches, or the whole split."""
     return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 
 
@@ -167,18 +169,19 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, data: TokenData) -> float | None:
-    """Return the loss in bits per byte of text, comparable across tokenizers; None if the metadata has no bytes."""
+    """Convert a loss in nats per token to bits per byte, comparable across tokenizers; None if bytes were not
+    counted."""
     per_byte = data.layout.val_tokens_per_byte
     return None if per_byte is None else loss / math.log(2) * per_byte
 
 
 def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Count the right answers, and the prompts with an expected answer."""
+    """Return the number of right answers, and of prompts with an expected answer."""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)
 
 
-# What is asked
+# Prompts
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -195,7 +198,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             prompts.append(prompt)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise DataError(
-                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
+                f'{path}, line {number}: expected {{"prompt": "...", "answer": "..."}}; the answer may be left out.'
             ) from None
     if not prompts:
         raise DataError(f"{path} holds no prompts.")
@@ -203,40 +206,39 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
-    """Raise DataError for a prompt that the tokenizer cannot encode, before the training starts."""
+    """Raise DataError if the tokenizer cannot encode a prompt."""
     for prompt in prompts:
         try:
             data.tokenizer.encode(prompt.text)
         except UnknownCharacterError as problem:
             named = ", ".join(map(repr, problem.characters))
             raise DataError(
-                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
+                f"--eval_prompts: the tokenizer does not know these characters in the prompt {prompt.text!r}: {named}."
             ) from None
 
 
-def beginnings(data: TokenData) -> list[list[int]]:
-    """Take the first ids of documents of the validation split, evenly spread over it; of one long document, ids from
-    three places. They have text, and end where their document ends."""
+def choose_sample_prompts(data: TokenData) -> list[list[int]]:
+    """Return the first ids of NUM_SAMPLES documents spread evenly over the validation split, or ids from that many
+    places of a single document. Each has text, and ends where its document ends."""
     held_out = data.tokens[data.layout.val_start : data.metadata.total_tokens].cpu().numpy()
     held_out = held_out.view(np.uint16) if data.is_16_bit else held_out
-    starts = np.flatnonzero(held_out[: -2 * PROMPT_TOKENS] == data.tokenizer.end_of_text_id) + 1
-    if len(starts) < SAMPLES:
-        starts = np.linspace(0, max(0, len(held_out) - 2 * PROMPT_TOKENS), SAMPLES).astype(int)
-    chosen = starts[np.linspace(0, len(starts) - 1, SAMPLES).astype(int)]
+    starts = np.flatnonzero(held_out[: -2 * SAMPLE_PROMPT_TOKENS] == data.tokenizer.end_of_text_id) + 1
+    if len(starts) < NUM_SAMPLES:
+        starts = np.linspace(0, max(0, len(held_out) - 2 * SAMPLE_PROMPT_TOKENS), NUM_SAMPLES).astype(int)
+    chosen = starts[np.linspace(0, len(starts) - 1, NUM_SAMPLES).astype(int)]
     special = set(data.tokenizer.special_ids.values())
 
     def text_at(start: int) -> list[int]:
-        ids = held_out[start : start + PROMPT_TOKENS].tolist()
+        ids = held_out[start : start + SAMPLE_PROMPT_TOKENS].tolist()
         first = next((i for i, token in enumerate(ids) if token not in special), len(ids))
         text = list(itertools.takewhile(lambda token: token not in special, ids[first:]))
-        return whole_characters(text, data.tokenizer) or [ids[-1]]
+        return trim_partial_characters(text, data.tokenizer) or [ids[-1]]
 
     return [text_at(start) for start in chosen]
 
 
-def whole_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids without those at the beginning and the end that hold a part of a character, or only the marks of a
-    letter."""
+def trim_partial_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Remove ids at both ends that hold a part of a character, or only combining marks."""
     mark, first, last = re.compile(f"[\ufffd{joining_characters()}]"), 0, len(ids)
     while first < last and mark.match(tokenizer.decode(ids[first:last])):
         first += 1

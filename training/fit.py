@@ -1,4 +1,4 @@
-"""The training, from its configuration to its last step."""
+"""Train a run, from its configuration to its last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.clock import Clock
 from training.compilation import prepare, retry_smaller
 from training.config import Config
 from training.evaluate import Answer, Evaluation, evaluate, evaluated_windows, validation_loss
-from training.hardware import frozen_garbage
+from training.hardware import freeze_garbage
 from training.memory import memory_advice
 from training.parallel import largest, process_group
 from training.plan import make_run
@@ -29,7 +29,7 @@ from training.summary import finished_message, summarize
 
 
 def fit(config: Config, started: float, ends_process: bool) -> int:
-    """Train the run of `config` until it is finished or stopped. Returns the exit code.
+    """Train the run of `config` until it is finished or stopped. Return the exit code.
 
     `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
@@ -40,22 +40,22 @@ def fit(config: Config, started: float, ends_process: bool) -> int:
             clock = Clock(run, started)
             with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
                 if has_summary:
-                    print(finished_message(run))  # the saver still brings the mirror up to date
+                    print(finished_message(run))  # the saver still updates the mirror
                 else:
-                    announce(run)
+                    print_plan(run)
                     report, answers = take_steps(run, clock, stop, saver)
                     if run.is_done:
                         saver.wait()
                         summarize(run, report, answers)
                         has_summary = True
-    return 0 if has_summary else describe_stop(run, clock)
+    return 0 if has_summary else print_stop(run, clock)
 
 
 def take_steps(
     run: Run, clock: Clock, stop: Stop, saver: Saver, max_steps: int = MAX_STEPS
 ) -> tuple[Report, list[Answer]]:
-    """Train to the last step, or until a signal or a limit, or `max_steps`. Returns what was reported, and the answers
-    of the last evaluation. Raises StopRequested if a signal ends something long."""
+    """Train to the last step, or until a signal, a limit or `max_steps`. Return the report and the answers of the last
+    evaluation. Raises StopRequested if a signal abandons a long step."""
     answers: list[Answer] = []
     if not run.is_done:
         with clock.paused(), stop.abandonable():
@@ -63,32 +63,32 @@ def take_steps(
         evaluate_before_steps(run, clock, stop)
     run.state.elapsed_seconds, _ = agree(clock, stop, saver)
     require_time(run)
-    with Report(run, clock) as report, frozen_garbage():
+    with Report(run, clock) as report, freeze_garbage():
         while not (run.is_done or stop.agreed or run.state.step >= max_steps):
-            if run.evaluation_due:  # also where the last session was cut off in one
+            if run.evaluation_due:  # the last session may have ended in one
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                saver.best_due |= note_evaluation(run, evaluation, *largest(clock.elapsed))
-                report.evaluation(evaluation)
+                saver.best_due |= record_evaluation(run, evaluation, *largest(clock.elapsed))
+                report.add_evaluation(evaluation)
                 answers = evaluation.answers
             else:
-                with stop.abandonable():  # only gradients change here
+                with stop.abandonable():  # changes only gradients
                     loss = retry_smaller(run, forward_backward)
                 result = apply_update(run, loss)
                 clock.count_step()
                 run.advance(*agree(clock, stop, saver))
                 if run.hardware.device.type == "cpu" or run.due(run.config.log_interval):
-                    require_stable(run)  # a GPU is waited for, as in a report
-                report.step(result)
-            if not run.evaluation_due:  # a checkpoint of this step has its evaluation, too
+                    require_stable(run)  # waits for a GPU, as a report does
+                report.add_step(result)
+            if not run.evaluation_due:  # a checkpoint includes the evaluation of its step
                 saver.save_if_due()
     return report, answers
 
 
 def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
-    """Exchange what differs between processes, once a step: whether to stop or to save, and the clock. Returns the
-    seconds that the run has taken, and those that its end will take."""
+    """Agree with the other processes, once a step, whether to stop and to save. Return the elapsed and the ending
+    seconds, the largest of all processes."""
     wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
     wants_to_save = saver.checkpoint_due or saver.minutes_passed
     stops, saves, *seconds = largest(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
@@ -96,10 +96,10 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
     return seconds
 
 
-def note_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
-    """Note an evaluation of this step in the state. Returns whether these weights are the best so far.
+def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
+    """Record an evaluation in the state. Return whether these weights are the best so far.
 
-    Raises ConfigError if the training diverged: more steps would only waste time.
+    Raises ConfigError if the training diverged, because more steps would only waste time.
     """
     state, loss = run.state, evaluation.val_loss
     if not math.isfinite(loss):
@@ -116,8 +116,8 @@ def note_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) ->
 
 
 def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
-    """Evaluate the trained weights that a new run starts from; and the best weights so far, if their loss is over other
-    validation windows than those of now."""
+    """Evaluate the weights that a new run starts from. Evaluate the best weights again, if the validation windows have
+    changed."""
     state, windows = run.state, evaluated_windows(run.data, run.config)
     if not run.config.eval_interval:
         return
@@ -125,14 +125,14 @@ def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
         with clock.paused(), stop.abandonable():
             result = evaluate(run)
         if not math.isfinite(result.val_loss):
-            raise diverged(run, "the validation loss of the weights that it starts from is not finite")
+            raise diverged(run, "the validation loss of the initial weights is not finite")
         prompts = [answer.prompt.text for answer in result.answers]
         state.base = Start(result.val_loss, prompts, [answer.text for answer in result.answers])
     if state.best_val_loss is not None and state.best_windows != windows:
         before = "other" if state.best_windows is None else f"{state.best_windows:,}"
         log.info(
             f"Evaluating the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} "
-            f"windows) over the {windows:,} validation windows of now ..."
+            f"windows) again, over {windows:,} validation windows ..."
         )
         with clock.paused(), run.best_weights(), stop.abandonable():
             loss = validation_loss(run)
@@ -141,36 +141,38 @@ def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
         log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
 
-def announce(run: Run) -> None:
-    """Print what will be trained, and make the records of the run folder those of the step that it continues from."""
+def print_plan(run: Run) -> None:
+    """Print what will be trained. Write config.json, and rewind the records to the step that the run continues from."""
     config, state = run.config, run.state
     if is_rank_0():
         write_config(run, run.dir)
         rewind(run.dir, state.step, state.evaluated_step)
         need, free = run.disk_bytes, free_space(run.dir)
         if need > free and not state.step:
-            log.info(f"Warning: the run takes about {byte_size(need)} in {run.dir}, and {byte_size(free)} are free.")
+            log.info(
+                f"Warning: the run needs about {byte_size(need)} in {run.dir}, and only {byte_size(free)} are free."
+            )
     at_most = "at most " if config.minutes else ""
     steps = f"steps {state.step:,} to {at_most}{run.last_step:,} of {run.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
     if config.minutes:
-        print(f"Minutes    {config.minutes:g}, and {duration(state.elapsed_seconds)} of them are used")
+        print(f"Minutes    {config.minutes:g}, of which {duration(state.elapsed_seconds)} are used")
     if config.warmup_steps >= run.last_step:
         shorter = f"--warmup_steps {run.last_step // 10}, or more --epochs"
-        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
+        print(f"Note       the warmup of {config.warmup_steps:,} steps lasts the whole run: try {shorter}")
 
 
 def require_time(run: Run) -> None:
     """Raise ConfigError if `minutes` are over before the first step."""
     if run.took_last_step and run.state.step == 0:
         raise ConfigError(
-            f"--minutes {run.config.minutes:g} are over before the first step: starting took "
-            f"{duration(run.state.elapsed_seconds)}. Give more of them."
+            f"--minutes {run.config.minutes:g} are over before the first step, because starting took "
+            f"{duration(run.state.elapsed_seconds)}. Give more minutes."
         )
 
 
-def describe_stop(run: Run, clock: Clock) -> int:
-    """Print why the run ends before its last step. Returns the exit code."""
+def print_stop(run: Run, clock: Clock) -> int:
+    """Print why the run ends before its last step. Return the exit code."""
     after = f"after step {run.state.step:,}"
     if limit := clock.limit_reached:
         print(f"Stopped {after}: {limit}")

@@ -1,4 +1,4 @@
-"""Chooses device, precision and compilation for a run, each with its reason."""
+"""Choose device, precision and compilation for a run, each with its reason."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from common.script import world
 from model_config import ModelConfig
 from training.config import Config
 
-# Below this width the casts of autocast cost more than the faster matrix products save on a CPU with such units.
+# On a CPU with these units, autocast's casts cost more than the faster matrix products save below this width.
 # Measured: with AMX a step of 4 x 128, context 64, is 1.3 times slower in bf16, and 4 x 256, context 256, 2 times
 # faster. With AVX512-BF16 alone, 4 x 128 is 1.05 to 1.3 times faster (docs/benchmarks/what_was_tried.md).
 CPU_BF16_MIN_WIDTH = {"AMX": 256, "AVX512-BF16": 128}
 
-# Compiling on a CPU, measured at 4 and 12 layers; the share that it saves of a step with rotary positions and qk_norm;
-# and the rough speed of a core in such steps, in FLOP/s.
+# Compiling on a CPU was measured at 4 and 12 layers. The saving is a share of a step with rotary positions and qk_norm;
+# the FLOP/s of a core in such steps are rough.
 CPU_COMPILE_SECONDS = 12.0
 CPU_COMPILE_SECONDS_PER_LAYER = 3.0
-CPU_COMPILE_SAVES = 0.3
+CPU_COMPILE_SAVING = 0.3
 CPU_FLOPS_PER_CORE = 1e11
-CPU_DROPOUT_TAKES = 1.2  # a compiled step, times one without, for the random numbers; uncompiled 1.1
+CPU_DROPOUT_SLOWDOWN = 1.2  # compiled, because of the random numbers; uncompiled it is 1.1
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
-# On a GPU: compiling took 12 to 19 s beside an H200; on a host of few cores it is taken to be twice as long. Compiled
-# passes took 0.5 to 0.52 of the time of others, at 4 x 256 and 12 x 768 (docs/benchmarks/gpu-nvidia-h200.md).
+# On a GPU, compiling took 12 to 19 s on the host of an H200; hosts with few cores are assumed to take twice as long.
+# Compiled passes took 0.5 to 0.52 of the time at 4 x 256 and 12 x 768 (docs/benchmarks/gpu-nvidia-h200.md).
 GPU_COMPILE_SECONDS = 15.0
 FEW_CORES = 4
-COMPILED_PASS = 0.5
-ABANDONED_AFTER = 2  # times the seconds that compiling was expected to take
+GPU_COMPILED_PASS_RATIO = 0.5
+COMPILE_TIMEOUT_FACTOR = 2  # relative to the forecast
 
-SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
+MAX_SHARE_IF_SPILLING = 0.95  # share of the free GPU memory, where the driver spills into host memory
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
-ALL_THREADS = torch.get_num_threads()  # as the environment says, or one a core
+DEFAULT_THREADS = torch.get_num_threads()  # from the environment, or one per core
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
 
 
 class Units(NamedTuple):
-    """What a device computes with, as far as precision and compilation depend on it."""
+    """The properties of a device that precision and compilation depend on."""
 
     kind: str  # "cuda", "mps" or "cpu"
-    capability: tuple[int, int] = (0, 0)  # of a CUDA GPU
-    bf16: str | None = None  # the instructions for bf16 of a CPU
+    capability: tuple[int, int] = (0, 0)  # CUDA only
+    bf16: str | None = None  # a CPU's instructions for bf16
     has_triton: bool = False
 
     @classmethod
@@ -73,9 +73,9 @@ class Hardware:
     precision_reason: str
     compiles: bool
     compile_reason: str
-    peak_flops: float | None  # of all processes
-    memory_bytes: int | None  # total, not free: of the GPU, else this process's share of the machine's
-    compile_limit: float | None = None  # seconds after which compiling is given up
+    peak_flops: float | None  # sum over all processes
+    memory_bytes: int | None  # total, not free: the GPU's, else this process's share of the machine's
+    compile_limit: float | None = None  # timeout for compiling, in seconds
 
     @property
     def is_cuda(self) -> bool:
@@ -88,7 +88,7 @@ class Hardware:
         return torch.autocast(self.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """Return the loss scaling for fp16, whose gradients would underflow; otherwise it passes everything through."""
+        """Return a gradient scaler, enabled for fp16 only, because its gradients would underflow."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def synchronize(self) -> None:
@@ -111,15 +111,15 @@ class Hardware:
         return peak if platform.system() == "Darwin" else peak * 1024
 
     def units_per_hour(self, config: Config) -> float | None:
-        """Return the compute units per hour: as configured, else an A100's known rate, else None."""
+        """Return the compute units per hour: as configured, else the known rate of an A100, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
         return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
 
     def describe(self) -> str:
-        is_left_out = self.device.type == "cpu" and torch.backends.mps.is_available()
+        has_unused_gpu = self.device.type == "cpu" and torch.backends.mps.is_available()
         return (
-            f"Device     {self.name}{'; --device mps tries its GPU, unmeasured' if is_left_out else ''}\n"
+            f"Device     {self.name}{'; --device mps uses its GPU, which is untested' if has_unused_gpu else ''}\n"
             f"Precision  {self.precision}: {self.precision_reason}\n"
             f"Compile    {'on' if self.compiles else 'off'}: {self.compile_reason}"
         )
@@ -128,19 +128,19 @@ class Hardware:
 def keep_freed_memory() -> None:
     """Make the C library keep freed memory instead of returning it to the system.
 
-    Each step frees and allocates gigabytes of activations. By default, glibc maps each large one again, and the kernel
+    Each step frees and allocates gigabytes of activations. By default glibc maps each large block again, and the kernel
     clears its pages: half of a step's time at a vocabulary of 32,000 (docs/benchmarks/what_was_tried.md).
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # musl has none
+    if hasattr(library, "mallopt"):  # musl has no mallopt
         library.mallopt(M_MMAP_MAX, 0)
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 @contextlib.contextmanager
-def frozen_garbage() -> Iterator[None]:
+def freeze_garbage() -> Iterator[None]:
     """Make the garbage collector ignore, inside, the objects that exist now, instead of scanning them each time."""
     gc.collect()
     gc.freeze()
@@ -151,9 +151,8 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | None = None) -> Hardware:
-    """Choose device, precision and compilation for a model of this shape, and set up this process for them: attention,
-    the precision of fp32 products and the limit of memory on a GPU, malloc on a CPU. `was_compiled`: as for
-    `choose_compile`.
+    """Choose device, precision and compilation for a model of this shape, and set up this process: fp32 precision and
+    the memory limit on a GPU, malloc and threads on a CPU. `was_compiled`: see `choose_compile`.
 
     Raises ConfigError if the machine lacks what was requested.
     """
@@ -165,18 +164,17 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
     peak = peak_flops(name) if use_cuda else None
     compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled)
     if use_cuda:
-        # No TF32, whatever the process allowed before: fp32 runs, scores and answers are fp32, and in bf16 and fp16
-        # a step has no product in fp32.
+        # No TF32: runs, scores and answers in fp32 are exact, and bf16 and fp16 steps have no fp32 products.
         with warnings.catch_warnings(action="ignore"):  # torch 2.9 and 2.10 name a newer function
             torch.set_float32_matmul_precision("highest")
-        if spills():
+        if spills_to_host():
             limit_memory(device)
         memory: int | None = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "mps":
         memory = torch.mps.recommended_max_memory()
     else:
         keep_freed_memory()
-        torch.set_num_threads(config.threads or ALL_THREADS)
+        torch.set_num_threads(config.threads or DEFAULT_THREADS)
         memory = total_ram()
         memory = memory and memory // world().local_size
     peak = peak and peak * world().size
@@ -184,11 +182,11 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
 
 
 def choose_attention(has_mask: bool) -> None:
-    """Choose whether this process may use cuDNN's attention, the fastest on a Hopper GPU. Call it before anything is
-    compiled: the compiler's cache does not know what was chosen (pytorch issue 185449).
+    """Enable or disable cuDNN's attention, the fastest on a Hopper GPU. Call this before anything is compiled, because
+    the compiler's cache ignores the choice (pytorch issue 185449).
 
     cuDNN 9.10, which comes with torch 2.9, reads out of bounds in the backward pass (pytorch issues 169849, 171627).
-    With a mask, gradients can be not finite (pytorch issue 196678).
+    With a mask, gradients may be infinite or NaN (pytorch issue 196678).
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     torch.backends.cuda.enable_cudnn_sdp(version >= (2, 10) and not has_mask)
@@ -202,16 +200,16 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
     capability = "{}.{}".format(*units.capability)
     if requested == "bf16" and units.kind == "cuda" and units.capability < (8, 0):
         raise ConfigError(
-            f"--precision bf16 needs CUDA capability 8.0; this GPU has {capability}. Leave --precision auto: it takes "
-            f"fp16 here."
+            f"--precision bf16 needs CUDA capability 8.0, and this GPU has {capability}. Leave --precision out to use "
+            "fp16."
         )
     if requested == "bf16" and units.kind == "mps":
         raise ConfigError(
-            "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see later tokens there "
-            "(pytorch issue 195910). Leave --precision auto: it takes fp32."
+            "--precision bf16 gives wrong results on Apple's GPUs: attention in half precision lets tokens see later "
+            "tokens (pytorch issue 195910). Leave --precision out to use fp32."
         )
     if requested == "fp16" and units.kind != "cuda":
-        raise ConfigError("--precision fp16 is for CUDA GPUs; here use bf16 or fp32.")
+        raise ConfigError("--precision fp16 needs a CUDA GPU. Leave it out, or use bf16 or fp32.")
     if requested != "auto":
         return requested, "as configured"
     if units.kind == "cuda":
@@ -219,63 +217,66 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
             return "bf16", f"CUDA capability {capability} has bf16 tensor cores"
         return "fp16", f"CUDA capability {capability} has no bf16 tensor cores; gradients are scaled"
     if units.kind == "mps":
-        return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
+        return "fp32", "attention in half precision is wrong on Apple's GPUs (pytorch issue 195910)"
     if units.bf16 is None:
         return "fp32", "this CPU has neither AMX nor AVX512-BF16"
     if embed_dim < (least := CPU_BF16_MIN_WIDTH[units.bf16]):
-        return "fp32", f"at embed_dim {embed_dim}, below {least}, bf16 is slower on this CPU"
+        return "fp32", f"bf16 is slower on this CPU at embed_dim {embed_dim}, below {least}"
     return "bf16", f"this CPU has {units.bf16}"
 
 
-def spills() -> bool:
-    """Return whether the driver spills GPU allocations into host memory: on Windows and in WSL, its Linux."""
+def spills_to_host() -> bool:
+    """Return whether the driver spills GPU allocations into host memory, as on Windows and in WSL."""
     return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
 
 
 def limit_memory(device: torch.device) -> None:
-    """Let PyTorch run out of memory where the GPU's own ends. A step in host memory would crawl, and no error would
-    tell the trainer to take a smaller micro-batch."""
+    """Let PyTorch run out of memory where the GPU's own ends. In host memory a step would crawl, without an error that
+    makes the trainer take a smaller micro-batch."""
     free, total = torch.cuda.mem_get_info(device)
-    ours = torch.cuda.memory_reserved(device)  # of an earlier run in this process
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
+    reserved = torch.cuda.memory_reserved(device)  # by an earlier run in this process
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (MAX_SHARE_IF_SPILLING * free + reserved) / total), device)
 
 
 def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
-    """Return the seconds that compiling is expected to take on a CPU of which other programs leave this share."""
+    """Return the expected seconds to compile on a CPU. `cpu_share`: what other programs leave of it."""
     return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
 
 
 def gpu_compile_seconds() -> float:
-    """Return the seconds that compiling is expected to take on a GPU, whose host does it. Layers share their code."""
+    """Return the expected seconds to compile for a GPU, on its host. Layers share their code, so depth does not
+    matter."""
     return GPU_COMPILE_SECONDS * (2 if (os.cpu_count() or 1) <= FEW_CORES else 1)
 
 
 def choose_compile(
     config: Config, shape: ModelConfig, units: Units, was_compiled: bool | None = None
 ) -> tuple[bool, str, float | None]:
-    """Return whether to compile, why, and the seconds after which to give it up: on a GPU with Triton; on a CPU the
-    modern form, if the run is long enough to repay it. A run that is continued on a CPU stays as it began
-    (`was_compiled`), so that the same command resumes with the same arithmetic."""
+    """Return whether to compile, the reason, and the timeout in seconds.
+
+    Compiles on a GPU with Triton; on a CPU only the modern form, if the run is long enough to repay it. A resumed run
+    on a CPU stays as it began (`was_compiled`), so that its arithmetic stays the same.
+    """
     if config.compile != "auto":
         return config.compile == "on", "as configured", None
     if units.kind == "mps":
         return False, "not tested on Apple's GPUs", None
     if units.kind == "cuda":
         if not units.has_triton:
-            return False, "torch.compile needs Triton on a GPU, and it is not installed", None
+            return False, "on a GPU torch.compile needs Triton, which is not installed", None
         return True, "on a GPU", None
     if was_compiled is not None:
-        return was_compiled, "as this run began", None
+        return was_compiled, "as in the first session of this run", None
     if shape.position != "rope" and not shape.qk_norm:
-        return False, "on a CPU a compiled step of this model is hardly faster", None
+        return False, "a compiled step of this model is hardly faster on a CPU", None
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     seconds = config.max_steps * step or 60 * config.minutes
     takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
-    limit = ABANDONED_AFTER * (takes + step)
+    limit = COMPILE_TIMEOUT_FACTOR * (takes + step)
     if not seconds:
-        return True, "on a CPU it saves about a third of each step of this model", limit
-    forecast = f"about {takes:.0f} s, and save about {CPU_COMPILE_SAVES * seconds:.0f} s of this run"
-    if CPU_COMPILE_SAVES * seconds > CPU_COMPILE_MARGIN * takes:
-        return True, f"it should take {forecast}", limit
-    return False, f"it might take {forecast}; a forecast this rough needs {CPU_COMPILE_MARGIN} times as much", None
+        return True, "saves about a third of each step of this model on a CPU", limit
+    saving = CPU_COMPILE_SAVING * seconds
+    if saving > CPU_COMPILE_MARGIN * takes:
+        return True, f"compiling takes about {takes:.0f} s and saves about {saving:.0f} s", limit
+    return False, f"compiling takes about {takes:.0f} s and might save {saving:.0f} s, too little to be sure", None

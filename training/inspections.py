@@ -1,5 +1,5 @@
-"""--dry_run tries what can go wrong before it costs anything, and forecasts time, memory and disk. --profile tells how
-long each part of a step takes, what to do about it, and the longest operations."""
+"""--dry_run tests a run before it costs anything, and forecasts its time, memory and disk space. --profile times the
+parts of a step, gives advice, and lists the longest operations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
 from training.fit import take_steps
 from training.hardware import Hardware
-from training.memory import estimate_memory, held_memory, memory_advice
-from training.mirror import COPIES, Mirror
+from training.memory import count_held_bytes, estimate_memory, memory_advice
+from training.mirror import MAX_COPIES, Mirror
 from training.parallel import largest, process_group
 from training.plan import make_run
 from training.records import read_metrics
@@ -39,21 +39,21 @@ from training.schedule import decay_share, decay_start, epoch_sequences, steps_l
 from training.state import Previous
 from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
 from training.stop import Stop
-from training.summary import BUSY, finished_message
+from training.summary import BUSY_CPU_SHARE, finished_message
 
-DRY_RUN_STEPS, TIMED_SECONDS = 2, 2.0  # a dry run takes more steps if these take less than that
+DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
 PROBE_BYTES = 1 << 20
-PARTS = ("data", "gradients", "update")
-NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
+STEP_PARTS = ("data", "gradients", "update")
+NOTICEABLE_SHARE = 0.15  # share of a step; a part below it is not worth a change
 PROFILE_SECONDS = 10.0
 MAX_TIMED_STEPS = 50
 LISTED_OPERATIONS = 10
 
 
 def inspect(config: Config, started: float) -> int:
-    """Make the run of `config`, and look at it as `dry_run` or `profile` asks for, instead of training. `started`: the
-    time.perf_counter() at which the command began. Returns the exit code."""
+    """Dry-run or profile the run of `config`. `started`: the time.perf_counter() at which the command began. Return the
+    exit code."""
     with process_group(config):
         run, previous = make_run(config)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
@@ -65,8 +65,8 @@ def inspect(config: Config, started: float) -> int:
 
 
 def dry_run(run: Run, previous: Previous, started: float) -> None:
-    """Print what the run needs; take its next two steps in a temporary folder, as the training would, and save there;
-    print a forecast. Writes no run. Raises what would prevent the run."""
+    """Print what the run needs, take its next two steps and save in a temporary folder, and print a forecast. Writes no
+    run. Raises what would prevent the run."""
     mirror, parent = run.mirror, nearest_existing(run.dir.parent)
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         run.dir, run.mirror = Path(name), None
@@ -76,13 +76,13 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
         if run.took_last_step:
             print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
             return
-        describe_needs(run, mirror)
+        print_needs(run, mirror)
         clock = Clock(run, started)
         stop = Stop()
         with Saver(run, clock, stop) as saver:
             take_steps(run, clock, stop, saver, max_steps=first + DRY_RUN_STEPS)
             seconds = time_step(run, clock)
-            saver.checkpoint_due, saver.told = True, math.inf  # the folder is not to be told
+            saver.checkpoint_due, saver.logged_at = True, math.inf  # do not print the temporary folder
             saver.save()
         if is_rank_0():
             if problems := problems_of(saver.store.steps()[0]):
@@ -91,14 +91,14 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
                 check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
     evaluating = time_evaluation(run)
     if is_rank_0():
-        forecast(run, clock, run.last_step - first, seconds, evaluating)
+        print_forecast(run, clock, run.last_step - first, seconds, evaluating)
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
 def time_step(run: Run, clock: Clock) -> float:
-    """Return the seconds of a step: of those that were taken, or of some more if these were short."""
-    seconds = clock.step_seconds or TIMED_SECONDS
-    more = min(MAX_TIMED_STEPS, int(largest(TIMED_SECONDS / seconds)[0]))  # as many in every process
+    """Return the mean seconds of the steps taken, or of some more if these were short."""
+    seconds = clock.step_seconds or MIN_TIMED_SECONDS
+    more = min(MAX_TIMED_STEPS, int(largest(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
     if not more:
         return seconds
     run.hardware.synchronize()
@@ -110,35 +110,35 @@ def time_step(run: Run, clock: Clock) -> float:
     return (time.perf_counter() - began) / more
 
 
-def describe_needs(run: Run, mirror: Mirror | None) -> None:
-    """Print the steps, the memory and the disk that the run needs. Raises CheckpointError if the mirror is of no
-    use."""
+def print_needs(run: Run, mirror: Mirror | None) -> None:
+    """Print the steps, memory and disk space that the run needs. Raises CheckpointError if the mirror cannot be
+    used."""
     config, hardware = run.config, run.hardware
     left, tokens = run.last_step - run.state.step, run.tokens_per_step
-    estimate = estimate_memory(config, run.model, hardware, run.rows_at_once) + held_memory(run.data, hardware)
-    of_memory = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
+    estimate = estimate_memory(config, run.model, hardware, run.rows_at_once) + count_held_bytes(run.data, hardware)
+    total = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {world().size} processes" if world().size > 1 else ""
     need, free = run.disk_bytes, free_space(config.run_dir)
     print(
         f"Steps      {'at most ' if config.minutes else ''}{left:,} {'left ' if run.state.step else ''}of {tokens:,} "
         f"tokens ({config.sequences_per_step} sequences, {run.rows_at_once} at once{several}), "
         f"{left * tokens / 1e6:,.1f}M tokens in all\n"
-        f"Memory     about {byte_size(estimate)}{of_memory} (an estimate){free_memory(hardware)}; beside it "
+        f"Memory     about {byte_size(estimate)}{total} (an estimate){describe_free_memory(hardware)}; plus "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
-        f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
-        f"written), of {byte_size(free)} that are free{too_little(need, free)}"
+        f"Disk       about {byte_size(need)} of {byte_size(free)} free in {config.run_dir} (two checkpoints, the best "
+        f"and the one being written){warn_of_space(need, free)}"
     )
     if mirror is not None:
-        probe(mirror)
-        need, free = COPIES * run.checkpoint_bytes, free_space(mirror.dir)
+        require_usable_mirror(mirror)
+        need, free = MAX_COPIES * run.checkpoint_bytes, free_space(mirror.dir)
         print(
-            f"Mirror     {mirror.root} can be written and read; about {byte_size(need)} there, of "
-            f"{byte_size(free)} that are free{too_little(need, free)}"
+            f"Mirror     {mirror.root} can be written and read; about {byte_size(need)} of {byte_size(free)} free "
+            f"needed{warn_of_space(need, free)}"
         )
 
 
-def forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: float) -> None:
-    """Print the speed of the run, and the time that `steps` take. Takes the seconds of a step and of an evaluation."""
+def print_forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: float) -> None:
+    """Print the speed of the run, and the time for `steps`. `seconds`: per step; `evaluating`: per evaluation."""
     config, hardware, saving = run.config, run.hardware, clock.write_seconds or 0.0
     if config.minutes:
         steps = steps_in_time(run, seconds, evaluating, saving)
@@ -148,15 +148,13 @@ def forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: flo
     mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     print(
         f"Speed      {seconds:.3g} s a step, {si(speed)} tokens/s{mfu}\n"
-        f"Saving     a checkpoint was written in {saving:.1f} s and verified, beside the training\n"
+        f"Saving     {saving:.1f} s per checkpoint, while the training goes on; this one was verified\n"
         f"Evaluating about {duration(evaluating)} for {evaluated_windows(run.data, config):,} windows, {evaluations} "
-        f"times{', answers to prompts aside' if config.eval_prompts else ''}\n"
-        f"Time       about {duration(total)} for {steps:,} steps and their evaluations"
+        f"times{', without the answers to prompts' if config.eval_prompts else ''}\n"
+        f"Time       about {duration(total)} for {steps:,} steps with their evaluations"
     )
-    if at_risk := between_checkpoints(run, seconds):
-        print(
-            f"At risk    at most {duration(min(at_risk, total))} of training, if the machine is lost between two saves"
-        )
+    if at_risk := seconds_between_checkpoints(run, seconds):
+        print(f"At risk    at most {duration(min(at_risk, total))} of training, if the machine dies between two saves")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
@@ -164,39 +162,39 @@ def forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: flo
 
 
 def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
-    """Print the forecast of `minutes`, and return how many steps fit, compiling aside. Takes the seconds of a step, of
-    an evaluation and of a save."""
+    """Print the forecast for `minutes`, and return the number of steps that fit, without compiling. Takes the seconds
+    of a step, an evaluation and a save."""
     config = run.config
     ending = replace(run.state, ending_seconds=seconds + evaluating + 2 * saving)
     step_seconds = seconds + (evaluating / config.eval_interval if config.eval_interval else 0.0)
     steps = steps_left(ending, run.data.windows, config, step_seconds)
-    limit = run.last_step - run.state.step
+    describe_limit = run.last_step - run.state.step
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
-        fits = "Warning: no step fits; give more"
-    elif steps == limit:
+        fits = "Warning: no step fits. Give more minutes"
+    elif steps == describe_limit:
         count = f"all {config.epochs} epochs fit" if config.epochs > 1 else "the epoch fits"
-        fits = f"{count}, and the run ends early; --epochs asks for more"
+        fits = f"{count}, and the run ends early. For more passes, raise --epochs"
     else:
         fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
-    first = min(decay_start(limit, config), round((1 - decay_share(config)) * steps))
-    print(f"Minutes    {config.minutes:g}: {fits}. The learning rate falls from about step {first:,} on")
+    first = min(decay_start(describe_limit, config), round((1 - decay_share(config)) * steps))
+    print(f"Minutes    {config.minutes:g}: {fits}. The learning rate decays from about step {first:,}")
     return steps
 
 
-def free_memory(hardware: Hardware) -> str:
+def describe_free_memory(hardware: Hardware) -> str:
     if hardware.is_cuda:
-        return f", {byte_size(torch.cuda.mem_get_info()[0])} of it free now"
+        return f", {byte_size(torch.cuda.mem_get_info()[0])} free now"
     free = available_ram()
-    return f", {byte_size(free)} of it free now" if free is not None else ""
+    return f", {byte_size(free)} free now" if free is not None else ""
 
 
-def too_little(need: int, free: int) -> str:
-    return ". Warning: too little" if need > free else ""
+def warn_of_space(need: int, free: int) -> str:
+    return ". Warning: not enough space" if need > free else ""
 
 
-def probe(mirror: Mirror) -> None:
-    """Write a file where the mirror will be, and read it back. Raises CheckpointError if that fails."""
+def require_usable_mirror(mirror: Mirror) -> None:
+    """Write a file next to the mirror and read it back. Raises CheckpointError if that fails."""
     path, content = nearest_existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
     try:
         with atomic_write(path) as file:
@@ -207,28 +205,28 @@ def probe(mirror: Mirror) -> None:
             raise OSError("the bytes read differ from the bytes written")
     except OSError as problem:
         raise CheckpointError(
-            f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Fix "
-            "that, or choose another folder."
+            f"A file in --checkpoint_dir {mirror.root} could not be written and read back "
+            f"({problem.strerror or problem}). Fix that, or choose another folder."
         ) from None
 
 
 def check_first_loss(run: Run, loss: float) -> None:
-    """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
-    adapters the base is trained, so there is nothing to compare."""
+    """Print the first loss, and warn if it is not that of an untrained model, which finds all tokens about equally
+    likely. The base of adapters is trained, so there is nothing to compare."""
     if lora_of(run.model) is not None:
-        print(f"First loss {loss:.2f}, that of the base")
+        print(f"First loss {loss:.2f} (the base's)")
         return
     expected = math.log(run.data.vocab_size)
     print(f"First loss {loss:.2f}; an untrained model has ln({run.data.vocab_size:,}) = {expected:.2f}")
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:
         print(
-            "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
-            "model's initialisation?"
+            "Warning: these should be close. Check that the tokenizer belongs to these tokens, and any change to the "
+            "model's initialisation."
         )
 
 
 def time_evaluation(run: Run) -> float:
-    """Estimate the seconds of an evaluation from one batch, after one that does not count."""
+    """Estimate the seconds of an evaluation from one batch, after a warm-up batch."""
     if not run.config.eval_interval:
         return 0.0
     windows = evaluated_windows(run.data, run.config)
@@ -241,8 +239,8 @@ def time_evaluation(run: Run) -> float:
     return (time.perf_counter() - began) * windows / some
 
 
-def between_checkpoints(run: Run, seconds: float) -> float | None:
-    """Return the longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
+def seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
+    """Return the longest time between checkpoints if a step takes `seconds`; None if only the last step is saved."""
     config = run.config
     steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
     by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
@@ -251,32 +249,32 @@ def between_checkpoints(run: Run, seconds: float) -> float | None:
 
 
 def profile(run: Run) -> None:
-    """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
+    """Time the parts of real steps for a few seconds, and print them with advice. Writes no run."""
     hardware = run.hardware
-    apply_update(run, retry_smaller(run, forward_backward))  # first use of every kernel
-    spent, steps = dict.fromkeys(PARTS, 0.0), 0
+    apply_update(run, retry_smaller(run, forward_backward))  # warm-up
+    spent, steps = dict.fromkeys(STEP_PARTS, 0.0), 0
     began, cpu = time.perf_counter(), time.thread_time()
     while not steps or (steps < MAX_TIMED_STEPS and time.perf_counter() - began < PROFILE_SECONDS):
-        for part, took in zip(PARTS, timed_parts(run), strict=True):
+        for part, took in zip(STEP_PARTS, time_parts(run), strict=True):
             spent[part] += took
         run.advance()
         steps += 1
     cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
-    seconds = {name: spent[name] / steps for name in PARTS}
+    seconds = {name: spent[name] / steps for name in STEP_PARTS}
     total = sum(seconds.values())
     speed = run.tokens_per_step / total
     mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
-    print(f"Profile    {steps} step{'s' if steps > 1 else ''} of {run.tokens_per_step:,} tokens; seconds a step:")
-    for name in PARTS:
+    print(f"Profile    {steps} step{'s' if steps > 1 else ''} of {run.tokens_per_step:,} tokens; seconds per step:")
+    for name in STEP_PARTS:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
-    print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
-    if cpu_share <= BUSY:
+    print(f"  {'total':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
+    if cpu_share <= BUSY_CPU_SHARE:
         print(
-            f"Limit      Other programs: these steps computed for {cpu_share:.0%} of their time. Threads that wait for "
-            "each other lose most: --threads 1 can be several times as fast."
+            f"Limit      Other programs: these steps had the CPU for {cpu_share:.0%} of their time. Try --threads 1: "
+            "threads that wait for each other lose most."
         )
     else:
-        print(f"Limit      {limit(seconds, hardware, run.data.placement)}")
+        print(f"Limit      {describe_limit(seconds, hardware, run.data.placement)}")
     with torch.profiler.profile() as trace:
         train_step(run)
         hardware.synchronize()
@@ -285,9 +283,9 @@ def profile(run: Run) -> None:
     print("Profile: no run was written. Leave --profile out to train.")
 
 
-def timed_parts(run: Run) -> list[float]:
-    """Time the PARTS of a step, in seconds. On a GPU each part waits for the one before, so the
-    sum is a little more than a step of the training, whose parts overlap."""
+def time_parts(run: Run) -> list[float]:
+    """Return the seconds of each of the STEP_PARTS. On a GPU each part waits for the one before, so the sum is a little
+    more than a training step, whose parts overlap."""
 
     def now() -> float:
         run.hardware.synchronize()
@@ -303,25 +301,25 @@ def timed_parts(run: Run) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
-    """Say in one sentence what limits the run, and what to do about it. `seconds`: of a step by part; `placement`:
-    where the tokens are."""
-    share = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
-    if share["update"] >= max(NOTICEABLE, share["data"]):
+def describe_limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
+    """Describe in one sentence what limits the run, and what to do about it. `seconds`: part -> seconds per step;
+    `placement`: where the tokens are."""
+    share = {part: seconds[part] / sum(seconds.values()) for part in STEP_PARTS}
+    if share["update"] >= max(NOTICEABLE_SHARE, share["data"]):
         return (
-            f"The optimizer takes {share['update']:.0%} of a step, as long for any batch: a larger --batch_size or "
+            f"The optimizer takes {share['update']:.0%} of a step, whatever the batch size: a larger --batch_size or "
             "--gradient_accumulation_steps spreads its time over more tokens."
         )
-    if share["data"] >= NOTICEABLE:
-        advice = "a larger model makes it less"
+    if share["data"] >= NOTICEABLE_SHARE:
+        advice = "with a larger model it takes a smaller share"
         if placement == "mmap":
-            advice = "the tokens are on a disk, so copy them to a local one, or try --placement ram if they fit"
+            advice = "the tokens are on a disk; copy them to a local one, or try --placement ram if they fit"
         elif placement == "ram" and hardware.is_cuda:
-            advice = "the tokens come from the host's memory, so try --placement gpu"
+            advice = "the tokens are in the host's memory; try --placement gpu"
         return f"Reading data takes {share['data']:.0%} of a step: {advice}."
-    advice = "a smaller model, a shorter --max_seq_len or another machine shortens it"
+    advice = "a smaller model, a shorter --max_seq_len or a faster machine shortens it"
     if hardware.is_cuda and hardware.precision == "fp32":
-        advice = "leave --precision on auto"
+        advice = "leave --precision out"
     elif hardware.is_cuda and not hardware.compiles:
         advice = "--compile on fuses its smaller operations"
     return f"The computation is the limit, as it should be: {advice}."

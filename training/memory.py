@@ -1,4 +1,4 @@
-"""The memory of a step: an estimate before it runs, the micro-batch that fits, what to do when memory runs out."""
+"""Memory: estimate that of a step, fit the micro-batch, recover when memory runs out."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from model_config import ModelConfig
 from training.config import ESTIMATED, HALVED, Config, is_resolved
 from training.data import TokenData
 from training.hardware import Hardware
-from training.optimizer import RULES, by_rule
+from training.optimizer import RULES, group_by_rule
 from training.parallel import largest
 from training.records import CONFIG
 
 T = TypeVar("T")
 
-MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
-DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
+MEMORY_SHARE = 0.8  # share of all memory; tokens, kernels' workspaces and fragmentation need the rest
+EXCEPT_DROPOUT = " except for dropout's random draws"  # dropout draws per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
-OTHERS_SHARE = 0.1  # of the memory: from here on the message says what other processes hold
+REPORTED_OTHERS_SHARE = 0.1  # share of all memory; if other processes hold more, the error says so
 
 
 def fit_micro_batch(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
 ) -> tuple[int, str]:
-    """Return `micro_batch_size` and where it comes from: as it was given, else what this run found to fit on this
-    device before, else the batch, halved until the estimate fits beside the `held` bytes of the tokens on a GPU. The
-    result of the training does not depend on it.
+    """Return `micro_batch_size` and its source: as given, else what fitted before in this run on this device, else the
+    batch, halved until the estimate fits beside `held` bytes of tokens. Training results do not depend on it.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
     if config.micro_batch_size:
         return config.micro_batch_size, config.sources.get("micro_batch_size", "default")
-    if (rows := found_before(config, model.config.max_seq_len, hardware)) is not None:
+    if (rows := read_previous_rows(config, model.config.max_seq_len, hardware)) is not None:
         print(
-            f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
+            f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size overrides it)"
         )
         return rows, HALVED
     return halve_until_it_fits(config, model, hardware, held)
@@ -59,7 +58,7 @@ def fit_micro_batch(
 def halve_until_it_fits(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
 ) -> tuple[int, str]:
-    """Fit the micro-batch as `fit_micro_batch` does, by the estimate alone."""
+    """Return the micro-batch that fits by the estimate, and its source. See `fit_micro_batch`."""
     whole = rows = config.rows_at_once(config.batch_size)
     if hardware.memory_bytes is None:
         return config.batch_size, "default"
@@ -68,29 +67,28 @@ def halve_until_it_fits(
     ):
         if rows == 1:
             raise MemoryExhausted(
-                f"Training this model takes about {byte_size(needed)} even with one sequence at a time; "
-                f"this device has {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len; "
-                "--micro_batch_size 1 tries it anyway."
+                f"Training this model takes about {byte_size(needed)} even with one sequence at a time, and this "
+                f"device has {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len, or "
+                "try it anyway with --micro_batch_size 1."
             )
         rows //= 2
     if rows == whole:
         return config.batch_size, "default"
     print(
-        f"Memory     a step of {whole} sequences at once would not fit: micro_batch_size {rows}, "
-        f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
+        f"Memory     {whole} sequences at once would not fit: micro_batch_size {rows}; the result is the same"
+        f"{EXCEPT_DROPOUT if config.dropout else ''}"
     )
     return rows, ESTIMATED
 
 
 def smallest_rows(rows: int, source: str) -> tuple[int, str]:
-    """Return the smallest micro-batch of all processes, and where it comes from."""
+    """Return the smallest micro-batch of all processes, and its source."""
     smallest = -int(largest(-rows)[0])
     return smallest, source if smallest == rows else ESTIMATED
 
 
-def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
-    """Return the micro-batch that this run was reduced to on this device, from its folder; None if it was not
-    reduced."""
+def read_previous_rows(config: Config, seq_len: int, hardware: Hardware) -> int | None:
+    """Read the micro-batch that this run was reduced to on this device; None if it was not reduced."""
     try:
         kept = read_json(config.run_dir / CONFIG, ConfigError)
     except (ConfigError, OSError):
@@ -103,99 +101,97 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
 
 
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
-    """Estimate the peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and
-    the optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
-    micro-batch keeps for the backward pass.
+    """Estimate the peak bytes of a training step with `rows` sequences per forward pass: weights, gradients and
+    optimizer state in fp32 (16 bytes per parameter with AdamW, 12 with Muon, 4 if frozen), and the activations of one
+    micro-batch.
 
-    Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
-    (docs/benchmarks/gpu_forecast.md).
+    Counts the tensors that autograd keeps, or that the compiled graphs keep (docs/benchmarks/gpu_forecast.md).
     """
-    several = rows < config.sequences_per_process  # earlier micro-batches left gradients
+    several = rows < config.sequences_per_process  # gradients of earlier micro-batches exist
     state, update = 4 * model.num_parameters(), 0
-    for rule, named in by_rule(model, config).items():
+    for rule, named in group_by_rule(model, config).items():
         count = sum(parameter.numel() for parameter in named.values())
         state += RULES[rule].state_bytes * count
-        update += RULES[rule].update_bytes * count  # after the activations are freed
+        update += RULES[rule].update_bytes * count  # the activations are freed by then
     gradients = 4 * model.num_parameters(trained_only=True)
     # Autocast keeps its casts of the weights for the backward pass.
     weight_copies = 2 * model.num_parameters() if hardware.precision != "fp32" else 0
     activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
     during_backward = weight_copies + activations + several * gradients
-    # The compiled model returns all gradients together.
+    # A compiled model returns all gradients together.
     after_it = gradients + max(update, several * hardware.compiles * gradients)
     return state + max(during_backward, after_it)
 
 
 def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """Return the bytes that the forward pass keeps per token for the backward pass, and those of the logits and their
+    """Return the bytes per token that the forward pass keeps for the backward pass, including the logits and their
     gradient."""
     c = model.config
     half = 4 if hardware.precision == "fp32" else 2
     residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
     queries, keys, _ = c.qkv_rows
-    feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # of SwiGLU: gate, up, the gate's activation and the product
+    feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # SwiGLU: gate, up, the gate's activation, the product
     if hardware.compiles:
         # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
-        feed_forward -= c.ff_dim * c.is_gated  # computed again from the gate
+        feed_forward -= c.ff_dim * c.is_gated  # recomputed from the gate
         block = 2 * residual * c.embed_dim
-        head = half * c.vocab_size  # the gradient takes the logits' place
+        head = half * c.vocab_size  # the gradient replaces the logits
     else:
-        # The same, but norms keep their input in fp32, as the head keeps its softmax, its gradient and the logits'.
+        # The same, but norms keep their input in fp32, and the head its softmax and both gradients.
         block = 2 * 4 * c.embed_dim
         if c.qk_norm and half == 2:
             block += 4 * (queries + keys)
-        if c.norm_gain:  # and what the gain multiplies
+        if c.norm_gain:  # the gain keeps its input
             block += 4 * (2 * c.embed_dim + (queries + keys) * c.qk_norm)
         head = 3 * 4 * c.vocab_size
     block += half * (2 * c.embed_dim + 2 * queries + 2 * keys + feed_forward)
-    if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers do not keep their input
+    if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers keep no input
         block -= half * (c.embed_dim + c.ff_dim)
     if config.lora_rank and "attention" not in config.lora_targets:
         block -= half * c.embed_dim
     if c.position == "rope" or c.qk_norm:
         block += half * (queries + keys)  # q and k as attention reads them
     if c.dropout:
-        mask = 1 if hardware.is_cuda else residual  # of an element
-        block += half * keys + 2 * mask * c.embed_dim  # the values that are left, and the masks of two sums
-    if config.activation_checkpointing:  # all blocks' inputs, and one block or the head at a time
+        mask = 1 if hardware.is_cuda else residual  # bytes per element
+        block += half * keys + 2 * mask * c.embed_dim  # the values after dropout, and the masks of two sums
+    if config.activation_checkpointing:  # inputs of all blocks; one block or the head at a time
         return c.num_layers * residual * c.embed_dim + max(head, 2 * block)
     return c.num_layers * block + head
 
 
-def held_memory(data: TokenData, hardware: Hardware) -> int:
-    """Return the other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
+def count_held_bytes(data: TokenData, hardware: Hardware) -> int:
+    """Return the bytes of what shares the memory: the tokens and, on a CPU, Python and torch."""
     tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
     return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
 
 
-def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
-    """Return the message for when one sequence at a time does not fit, or one of several processes is out of memory:
-    what would help."""
+def describe_out_of_memory(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
+    """Return the error message for a step that does not fit, with what would help."""
     if world().size > 1 and rows > 1:
         return (
-            f"Out of memory with {rows} sequences at once in one of {world().size} processes: add --micro_batch_size "
-            f"{rows // 2} to the same command, with the same result{DROPOUT_ASIDE if config.dropout else ''}. "
-            "Checkpoints saved before are whole."
+            f"One of {world().size} processes ran out of memory with {rows} sequences at once. Add --micro_batch_size "
+            f"{rows // 2} to the same command; the result is the same{EXCEPT_DROPOUT if config.dropout else ''}. Saved "
+            "checkpoints are intact."
         )
     others = ""
-    with contextlib.suppress(Exception):  # memory may run out here too
-        if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):
+    with contextlib.suppress(Exception):  # memory may run out here, too
+        if (held := measure_others_memory(hardware) or 0) > REPORTED_OTHERS_SHARE * (hardware.memory_bytes or math.inf):
             tool = "nvidia-smi" if hardware.is_cuda else "top"
             others = (
-                f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do "
-                "not need (in a notebook, unused sessions) and run the same command again."
+                f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do not "
+                "need (in a notebook, unused sessions) and run the same command again."
             )
     smaller = "" if config.activation_checkpointing else "--activation_checkpointing, then "
     fewer = "--micro_batch_size 1, then " if rows > 1 else ""
     return (
         f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x --max_seq_len).{others} "
-        f"What would help: {fewer}{smaller}a new run with --max_seq_len {max(1, shape.max_seq_len // 2)} or a smaller "
-        "--model_size.\nCheckpoints saved before are whole."
+        f"What helps: {fewer}{smaller}a new run with --max_seq_len {max(1, shape.max_seq_len // 2)} or a smaller "
+        "--model_size.\nSaved checkpoints are intact."
     )
 
 
-def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
-    """Build the model on the meta device, with its adapters: sizes without numbers."""
+def build_on_meta(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
+    """Build the model with its adapters on the meta device: shapes without memory."""
     model = meta_model(shape)
     if config.lora_rank:
         with Uninitialized(), torch.device("meta"):
@@ -203,8 +199,8 @@ def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageMod
     return model
 
 
-def held_by_others(hardware: Hardware) -> int | None:
-    """Return the bytes of the same memory that other processes hold; None if the system does not say."""
+def measure_others_memory(hardware: Hardware) -> int | None:
+    """Return the bytes of this memory that other processes hold; None if the system does not tell."""
     if hardware.is_cuda:
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
@@ -214,17 +210,17 @@ def held_by_others(hardware: Hardware) -> int | None:
 
 @contextlib.contextmanager
 def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: Callable[[], int]) -> Iterator[None]:
-    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve. `rows`:
-    how many are computed at once by then."""
+    """Turn an out-of-memory error inside into MemoryExhausted with advice. `rows`: returns the current sequences per
+    forward pass."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryExhausted(no_way_out(config, shape, hardware, rows())) from error
+        raise MemoryExhausted(describe_out_of_memory(config, shape, hardware, rows())) from error
 
 
-# After running out of it
+# Recovery
 
 
 def return_freed_memory(device: torch.device) -> None:
@@ -236,13 +232,13 @@ def return_freed_memory(device: torch.device) -> None:
         torch.mps.empty_cache()
     elif sys.platform == "linux":
         library = ctypes.CDLL(None)
-        if hasattr(library, "malloc_trim"):  # musl has none
+        if hasattr(library, "malloc_trim"):  # musl has no malloc_trim
             library.malloc_trim(0)
 
 
 def clear_frames(error: BaseException) -> None:
-    """Delete the local variables of the functions that `error` came through, and of those of the errors behind it:
-    they hold the tensors of what failed."""
+    """Delete the local variables in the traceback of `error` and of its causes: they hold the tensors of the failed
+    step."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -255,8 +251,8 @@ def clear_frames(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def attempt(device: torch.device) -> Iterator[None]:
-    """End what happens inside if memory runs out, and free what it has left, without an error: the code after the
-    context finds another way."""
+    """Suppress an out-of-memory error inside and free its memory, so that the code after the context can try another
+    way. Code inside has to leave with `return` on success."""
     try:
         yield
     except Exception as error:

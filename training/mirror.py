@@ -1,14 +1,13 @@
-"""The mirror of a run, below `--checkpoint_dir` (on Drive, say): a thread keeps copies of its checkpoints there.
+"""Copy the checkpoints of a run to a mirror below `--checkpoint_dir` (Google Drive, for instance), in a thread.
 
-    drive/book/step_00001000-1f0c9a3b/    a copy that the session 1f0c9a3b made; run/ in it has the records of the run
+    drive/book/step_00001000-1f0c9a3b/    a copy made by session 1f0c9a3b; run/ in it holds the records of the run
     drive/book/best_00000900-1f0c9a3b/    a copy of best/
 
 Machines that share a mirror need not know of each other: a session adds copies, which never change, and deletes only
-those that are older than the newest two. So one that sleeps, wakes up or runs twice never takes one away that somebody
-needs.
+those older than the newest two. So a session that sleeps, wakes up or runs twice never deletes a copy that is needed.
 
-The training neither waits for the mirror nor fails with it: if the Drive is full, read-only, slow or gone, the mirror
-says so and retries.
+The training neither waits for the mirror nor fails with it. If the Drive is full, read-only, slow or gone, the mirror
+prints so and retries.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from common.files import OF_RUN, read_json, write_json
 from common.output import duration, log
 from training.records import RECORDS
 from training.stop import Stop
-from training.store import MARKER, Store, is_better, read_best_state
+from training.store import RUN_MARKER, Store, is_better, read_best_state
 
-COPIES = 4  # checkpoints in a mirror at its peak: two, the best weights, and one that is being made
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts
-COPY_SECONDS = 600.0  # to wait for the last copy
-COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
-LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
-LAST_CALL_SECONDS = 5.0  # to wait for the thread, when the mirror is closed
-ABANDONED_SECONDS = 86_400.0  # age of an unfinished copy that no other machine is still making
+MAX_COPIES = 4  # two checkpoints, the best weights, and the one being written
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0  # pause between two attempts
+LAST_COPY_SECONDS = 600.0  # timeout for the last copy
+LAST_COPY_SECONDS_IF_STOPPED = 60.0  # timeout once the user has pressed stop
+LAST_RETRY_SECONDS = 30.0  # the last copy may fail for this long
+THREAD_JOIN_SECONDS = 5.0
+ABANDONED_COPY_SECONDS = 86_400.0  # an unfinished copy this old is not being made by another machine
 
 
-class Overtaken(CheckpointError):
+class OvertakenError(CheckpointError):
     """Another session has copied a newer state of this run."""
 
 
-class OfAnotherRun(CheckpointError):
-    """The mirror holds the copies of another run by now."""
+class OtherRunError(CheckpointError):
+    """The mirror now holds the copies of another run."""
 
 
 class MirrorStore(Store):
@@ -55,14 +54,14 @@ class MirrorStore(Store):
         super().__init__(folder)
         self.steps_dir = folder
         self.session = uuid.uuid4().hex[:8]
-        self.run_id = ""  # the run that copies into this folder
+        self.run_id = ""  # the run that is copied here
 
     def bests(self) -> list[Path]:
         return sorted(self.dir.glob(f"{BEST}_*"))
 
     def records(self, name: str) -> list[Path]:
         paths = [copy / OF_RUN / name for copy in self.steps()]
-        return [path for path in paths if path.is_file() and is_listed(path)]
+        return [path for path in paths if path.is_file() and matches_manifest(path)]
 
     def path_of(self, name: str) -> Path:
         return self.dir / f"{name}-{self.session}"
@@ -71,26 +70,25 @@ class MirrorStore(Store):
         return [*self.dir.glob(f"{name}-*")]
 
     def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
-        """Copy as a `Store` does. Raises OfAnotherRun if another run has begun to use the folder meanwhile."""
+        """Copy as a `Store` does. Raises OtherRunError if another run has begun to use the folder meanwhile."""
         is_copied = super().copy(source, name, records)
         if is_copied:
             try:
                 self.require_marker()
-            except OfAnotherRun:
+            except OtherRunError:
                 self.delete(self.path_of(name))
                 raise
         return is_copied
 
-    def take_best(self, source: Path) -> None:
-        """Copy best weights, unless there are better ones here. Then delete those here that are worse. Raises
-        OSError."""
+    def copy_best(self, source: Path) -> None:
+        """Copy best weights, unless the ones here are better. Then delete worse ones here. Raises OSError."""
         theirs, ours = read_best_state(source), {path: read_best_state(path) for path in self.bests()}
         if theirs is None or any(state is not None and is_better(state, theirs) for state in ours.values()):
             return
         name = f"{BEST}_{theirs.step:08d}"
         self.copy(source, name)
         if not any(read_best_state(path) == theirs for path in self.copies_of(name)):
-            return  # best/ changed just before it was copied
+            return  # best/ changed before it was copied
         for path, state in ours.items():
             is_misnamed = state == theirs and not path.name.startswith(name)
             if state is not None and (is_misnamed or is_better(theirs, state)):
@@ -101,30 +99,30 @@ class MirrorStore(Store):
         super().remove(folder)
 
     def clean_up(self) -> None:
-        """Delete what sessions left that were killed, and nothing that another machine may be copying now."""
+        """Delete leftovers of killed sessions, but nothing that another machine may be copying now."""
         for path in [*self.dir.glob(".old-*"), *self.dir.glob(".tmp-*")]:
             with contextlib.suppress(OSError):
-                if path.name.startswith(".old-") or time.time() - path.lstat().st_mtime > ABANDONED_SECONDS:
+                if path.name.startswith(".old-") or time.time() - path.lstat().st_mtime > ABANDONED_COPY_SECONDS:
                     self.delete(path)
 
     def marker(self) -> dict[str, Any]:
-        """Read `run.json`; {} if there is none, or none that can be read."""
+        """Read `run.json`; {} if it is missing or unreadable."""
         try:
-            return read_json(self.dir / MARKER, CheckpointError)
+            return read_json(self.dir / RUN_MARKER, CheckpointError)
         except CheckpointError:
             return {}
 
     def require_marker(self) -> None:
-        """Raise OfAnotherRun if a mirror was begun by another run meanwhile."""
+        """Raise OtherRunError if another run has taken over the mirror."""
         if self.marker().get("run_id") not in (None, self.run_id):
-            raise OfAnotherRun(f"{self.dir} holds the copies of another run by now.")
+            raise OtherRunError(f"{self.dir} now holds the copies of another run.")
 
 
 class Mirror:
-    """Where the copies of a run folder go, and the thread that makes them.
+    """The copies of a run folder, and the thread that makes them.
 
-    There is at most one request to copy: the checkpoint that is the newest then, and the best weights. A newer request
-    replaces the one before.
+    There is at most one request to copy: the newest checkpoint at that time, and the best weights. A newer request
+    replaces it.
     """
 
     def __init__(self, run_dir: Path, checkpoint_dir: str):
@@ -133,88 +131,86 @@ class Mirror:
         self.dir = self.root / os.path.basename(os.path.abspath(run_dir))
         self.store = MirrorStore(self.dir)
         self.newest: Path | None = None  # the checkpoint to copy
-        self.known: set[str] = set()  # copies that were there at the start: the newest whole one is continued from
+        self.known: set[str] = set()  # names of the copies that existed at the start
         self.thread: threading.Thread | None = None
         self.woken = threading.Event()
-        self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
+        self.request = threading.Event()  # set once the last request is copied
         self.closed = False
         self.is_clean = False
-        self.copy_seconds: float | None = None  # of the last checkpoint that was copied
-        self.copied_at: float | None = None  # time.monotonic() at which the newest copy was begun
-        self.failing_since: float | None = None  # time.monotonic() at which this request failed first
-        self.problem: str | None = None  # the reason why the last attempt failed
-        self.overtaken: Overtaken | None = None  # this session has stopped copying
+        self.copy_seconds: float | None = None  # the last checkpoint copied
+        self.copied_at: float | None = None  # time.monotonic() at the start of the newest copy
+        self.failing_since: float | None = None  # time.monotonic() of the first failure of this request
+        self.problem: str | None = None  # why the last attempt failed
+        self.overtaken: OvertakenError | None = None  # this session has stopped copying
 
-    # Before the training
+    # Checks before the training
 
     def require_usable(self) -> None:
-        """Raise ConfigError if there is no folder to make `checkpoint_dir` in, if the mirror would be the run folder
-        itself, or if this run's copies are gone: an unmounted disk leaves an empty folder behind, and copies in it
-        would lie on the local disk."""
+        """Raise ConfigError if the parent of `checkpoint_dir` is missing, if the mirror would be the run folder itself,
+        or if this run's copies are gone: an unmounted disk leaves an empty folder, which is on the local disk."""
         if not self.root.parent.is_dir():
             raise ConfigError(
-                f"--checkpoint_dir is {self.root}, and there is no folder {self.root.parent}. Mount the Drive first "
-                f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
+                f"--checkpoint_dir is {self.root}, and {self.root.parent} does not exist. Mount the Drive first (in "
+                'Colab: from google.colab import drive; drive.mount("/content/drive")), or create the folder: '
                 f"mkdir -p {self.root.parent}"
             )
         if self.dir.resolve() == self.source.dir.resolve():
             raise ConfigError(
-                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.source.dir}: "
-                f"name another --checkpoint_dir, on another disk, or leave it out."
+                f"With --checkpoint_dir {self.root} the copies would go into the run folder itself, {self.source.dir}. "
+                "Choose a --checkpoint_dir on another disk, or leave it out."
             )
         if self.are_gone:
             raise ConfigError(
-                f"The copies of this run are gone from {self.dir}: there is no {MARKER} in it. Is the disk of "
-                f"--checkpoint_dir {self.root} unmounted? Mount it again. If you deleted the copies, delete "
-                f"{self.source.dir / MARKER} too, and the run makes new ones."
+                f"The copies of this run are gone from {self.dir}: it has no {RUN_MARKER}. If the disk of "
+                f"--checkpoint_dir {self.root} is unmounted, mount it again. If you deleted the copies, delete "
+                f"{self.source.dir / RUN_MARKER} too, and the run makes new ones."
             )
 
     @property
     def are_gone(self) -> bool:
-        """Whether the run folder says that this mirror was in use, and there is none."""
+        """Whether the mirror was in use before and does not exist now."""
         try:
-            was = read_json(self.source.dir / MARKER, ConfigError).get("copies")
-        except (ConfigError, OSError):  # there were none
+            was = read_json(self.source.dir / RUN_MARKER, ConfigError).get("copies")
+        except (ConfigError, OSError):  # the run had no mirror
             return False
-        return was == os.path.abspath(self.dir) and not (self.dir / MARKER).exists()
+        return was == os.path.abspath(self.dir) and not (self.dir / RUN_MARKER).exists()
 
-    def require_of(self, run_id: str | None) -> None:
-        """Raise CheckpointError if the copies are of another run. `run_id`: of the newest checkpoint in the run folder.
-        Without one, the run folder was lost with its machine, or this is a new run: then its name decides."""
+    def require_same_run(self, run_id: str | None) -> None:
+        """Raise CheckpointError if the copies belong to another run. `run_id` is that of the newest checkpoint in the
+        run folder. If there is none, the run is new or its folder was lost, and the name of the folder decides."""
         theirs = self.store.marker()
-        spelled = str(theirs.get("output_dir"))  # relative to a working directory that may be another one
+        spelled = str(theirs.get("output_dir"))  # may be relative to another working directory
         is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(self.source.dir)
         if run_id is not None:
             is_other = theirs.get("run_id") not in (None, run_id)
         if is_other:
             raise CheckpointError(
-                f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.source.dir}. Give "
-                f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
-                f"{spelled}, without this run in it."
+                f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.source.dir}. "
+                "Choose another --checkpoint_dir or --output_dir for this run. To continue the other one, move this "
+                f"run away and use --output_dir {spelled}."
             )
 
     # The thread
 
-    def begin(self, run_id: str) -> None:
+    def start(self, run_id: str) -> None:
         """Start the thread."""
         self.store.run_id = run_id
-        self.thread = threading.Thread(target=self.work, name="mirror", daemon=True)
+        self.thread = threading.Thread(target=self.copy_until_closed, name="mirror", daemon=True)
         self.thread.start()
 
-    def wake(self) -> None:
-        """Request a copy of what is new now. Returns at once."""
+    def request_copy(self) -> None:
+        """Request a copy of the newest checkpoint and the best weights. Returns at once."""
         self.newest = next(iter(self.source.steps()), None)
         self.request, self.failing_since = threading.Event(), None
         self.woken.set()
 
-    def work(self) -> None:
-        """Copy what is new, until the mirror is closed or another session has gone ahead; the thread runs this. A copy
-        that fails is retried after as long as it has failed so far, so the pause doubles from one attempt to the next.
-        A new request is tried at once."""
+    def copy_until_closed(self) -> None:
+        """Copy on request until the mirror is closed or another session is ahead; the thread runs this. The pause after
+        a failure is as long as the copy has failed so far, so it doubles. A new request is tried at once."""
         while not self.closed and self.overtaken is None:
             since, pause = self.failing_since, None
             if since is not None:
-                pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, time.monotonic() - since))
+                pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, time.monotonic() - since))
             self.woken.wait(pause)
             self.woken.clear()
             if not self.closed and not self.request.is_set():
@@ -222,13 +218,13 @@ class Mirror:
 
     def try_to_copy(self, request: threading.Event) -> None:
         try:
-            self.bring_up_to_date()
-        except Overtaken as error:
+            self.copy_new()
+        except OvertakenError as error:
             self.overtaken = error
-        except OfAnotherRun as error:
+        except OtherRunError as error:
             log.info(
-                f"Warning: {error} This one goes on without copies; it is saved in {self.source.dir}. Stop it and give "
-                f"it another --checkpoint_dir to have copies."
+                f"Warning: {error} This run continues without copies, and is saved in {self.source.dir}. For copies, "
+                "stop it and choose another --checkpoint_dir."
             )
             self.closed, self.problem = True, "of another run"
             request.set()
@@ -236,29 +232,29 @@ class Mirror:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
                 log.info(
-                    f"Warning: copying to {self.dir} failed ({reason}). The training goes on, and the copy is tried "
-                    f"again."
+                    f"Warning: copying to {self.dir} failed ({reason}). The training goes on, and the copy will be "
+                    "retried."
                 )
             self.problem = reason
-            if self.failing_since is None and request is self.request:  # else there is more to copy than was tried
+            if self.failing_since is None and request is self.request:  # a newer request has not been tried yet
                 self.failing_since = time.monotonic()
         else:
             self.problem = self.failing_since = None
             request.set()
 
-    def bring_up_to_date(self) -> None:
-        """Copy what is new in the run folder. Raises Overtaken and OfAnotherRun at once, and other errors after
-        everything has been tried: a damaged best/ must not keep the checkpoints from being copied."""
+    def copy_new(self) -> None:
+        """Copy new checkpoints and best weights. Raises OvertakenError and OtherRunError at once, other errors at the
+        end, so that a damaged best/ does not keep checkpoints from being copied."""
         self.write_marker()
         if not self.is_clean:
-            write_json(self.source.dir / MARKER, {"copies": os.path.abspath(self.dir)})
+            write_json(self.source.dir / RUN_MARKER, {"copies": os.path.abspath(self.dir)})
             self.store.clean_up()
             self.is_clean = True
-        # The step was chosen before, and the best weights are copied first: they are those of that step, or newer.
+        # `newest` was chosen before the best weights are copied, so best/ in the mirror is never older than it.
         newest = self.newest
         problem: OSError | None = None
         try:
-            self.store.take_best(self.source.dir / BEST)
+            self.store.copy_best(self.source.dir / BEST)
         except OSError as error:
             problem = error
         if newest is not None:
@@ -268,31 +264,30 @@ class Mirror:
             raise problem
 
     def write_marker(self) -> None:
-        """Name this run in `run.json`, if the mirror has no copies yet. Raises CheckpointError if the mirror is gone,
-        OfAnotherRun if it is another run's, OSError if it cannot be written."""
+        """Write `run.json` with this run's id, if the mirror has no copies yet. Raises CheckpointError if the mirror is
+        gone, OtherRunError if it belongs to another run, OSError if it cannot be written."""
         if self.are_gone:
-            raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
-        self.root.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
+            raise CheckpointError(f"{self.dir / RUN_MARKER} is gone. Was the disk unmounted?")
+        self.root.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
         self.dir.mkdir(exist_ok=True)
         named, run_id = self.store.marker().get("run_id"), self.store.run_id
-        if named is None or (named != run_id and not self.store.steps()):  # a kill may have cut it off
-            write_json(self.dir / MARKER, {"run_id": run_id, "output_dir": str(self.source.dir)})
+        if named is None or (named != run_id and not self.store.steps()):  # a kill may have come before the first copy
+            write_json(self.dir / RUN_MARKER, {"run_id": run_id, "output_dir": str(self.source.dir)})
         self.store.require_marker()
 
     def require_ahead(self, newest: Path) -> None:
-        """Raise Overtaken if another session has copied a later step than `newest`, the last that this one saved."""
+        """Raise OvertakenError if another session has copied a later step than `newest`."""
         for copy in self.store.steps():
             is_new = copy.name not in self.known and not copy.name.endswith(self.store.session)
             if is_new and step_of(copy) > step_of(newest):
-                raise Overtaken(
-                    f"Another session has trained this run further: {copy}. This one is saved in {self.source.dir}, at "
-                    f"step {step_of(newest):,}, and stops. The same command continues from the newest of both; to "
-                    f"train a second run, choose another --output_dir."
+                raise OvertakenError(
+                    f"Another session has trained this run further: {copy}. This session stops at step "
+                    f"{step_of(newest):,}, saved in {self.source.dir}. The same command continues from the newest of "
+                    "both. To train a second run, choose another --output_dir."
                 )
 
     def copy_step(self, newest: Path) -> None:
-        """Copy the newest checkpoint with the records of the run; then delete those that are older than the newest
-        two."""
+        """Copy the newest checkpoint with the records of the run. Then delete copies older than the newest two."""
         began = time.monotonic()
         if self.store.copy(newest, newest.name, [self.source.dir / name for name in RECORDS]):
             self.copied_at, self.copy_seconds = began, time.monotonic() - began
@@ -300,38 +295,38 @@ class Mirror:
         self.store.delete_older(step_of(newest))
 
     def status(self) -> str:
-        """Return how old the newest copy of this session is, for the progress line."""
+        """Return the age of this session's newest copy, for the progress line."""
         age = "no copy yet" if self.copied_at is None else f"copy {duration(time.monotonic() - self.copied_at)} old"
         return f"{age} ({self.problem})" if self.problem else age
 
     def finish(self, stop: Stop | None = None) -> None:
-        """Request a last copy and wait for it: COPY_SECONDS at most, fewer once somebody has pressed stop, or until it
-        has failed for LAST_ATTEMPTS_SECONDS."""
-        self.wake()
+        """Request a last copy and wait for it, at most LAST_COPY_SECONDS (less once the user has pressed stop), or
+        until it has failed for LAST_RETRY_SECONDS."""
+        self.request_copy()
         began, patience = time.monotonic(), 1.0
         while not self.request.wait(patience) and self.overtaken is None and not self.closed:
-            limit = COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else COPY_SECONDS
+            limit = LAST_COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else LAST_COPY_SECONDS
             if patience == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {duration(limit)} ...")
             patience, now, failing_since = 0.02, time.monotonic(), self.failing_since
-            if now - began > limit or (failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS):
+            if now - began > limit or (failing_since is not None and now - failing_since > LAST_RETRY_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "
-                    f"({self.problem or f'not done within {duration(limit)}'}). Nothing is missing in "
-                    f"{self.source.dir}. Once the problem is solved, the same command makes the copies."
+                    f"({self.problem or f'not done within {duration(limit)}'}). {self.source.dir} is complete. Once "
+                    "the problem is solved, run the same command to copy it."
                 )
                 return
 
     def close(self) -> None:
-        """End the thread. One that still copies, or hangs in a call to the Drive, ends with the process."""
+        """End the thread. If it is still copying, or hangs in a call to the Drive, it ends with the process."""
         self.closed = True
         self.woken.set()
         if self.thread is not None:
-            self.thread.join(LAST_CALL_SECONDS)
+            self.thread.join(THREAD_JOIN_SECONDS)
 
 
 def empty_files(folder: Path) -> None:
-    """Empty the plain files that no backup holds, too: what is in a Drive's bin counts against the quota."""
+    """Empty the regular files below a folder, because files in a Drive's bin count against the quota."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             status = path.lstat()
@@ -339,8 +334,8 @@ def empty_files(folder: Path) -> None:
                 os.truncate(path, 0)
 
 
-def is_listed(record: Path) -> bool:
-    """Return whether the manifest of its copy lists this record as it is."""
+def matches_manifest(record: Path) -> bool:
+    """Return whether a record in a copy matches the copy's manifest."""
     with contextlib.suppress(CheckpointError, OSError):
         return listed_files(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
     return False

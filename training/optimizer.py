@@ -1,5 +1,5 @@
-"""The optimizer. Each group of parameters names the rule that updates it: AdamW (Loshchilov & Hutter 2019) or Muon
-(Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks")."""
+"""The optimizer: AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers
+in neural networks"). Each parameter group names the rule that updates it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the largest slope at zero with which the iteration stays bounded.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-Group = dict[str, Any]  # of parameters, as torch.optim knows it
+Group = dict[str, Any]  # a parameter group of torch.optim
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates each group of parameters by its "rule", a name in RULES. A group's "stacked" holds the rows of each
-    matrix that is stacked in each of its parameters; () is one matrix."""
+    """An optimizer that updates each parameter group by its "rule", a name in RULES. A group's "stacked" lists the rows
+    of the matrices stacked in each of its parameters; () means one matrix."""
 
     def __init__(self, groups: list[Group], fused: bool = True):
         super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
-        self.stacks: dict[Parameter, torch.Tensor] = {}  # see `momenta`
+        self.stacks: dict[Parameter, torch.Tensor] = {}  # see `stack_momentum`
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # no closure is ever given
         self, closure: None = None, *, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
     ) -> None:
-        """Update the parameters, unless `found_inf` () is 1.0. Rules with `divides_gradients` divide gradients by
-        `grad_scale` (). Both stay on the device, so the host does not wait."""
+        """Update the parameters, unless `found_inf`, (), is 1.0. Rules with `divides_gradients` divide gradients by
+        `grad_scale`, (). Both stay on the device, so the host does not wait."""
         for name, rule in RULES.items():
             if groups := [group for group in self.param_groups if group["rule"] == name]:
                 rule.update(self, groups, found_inf, grad_scale)
 
     def state_of(self, parameter: Parameter, group: Group) -> dict[str, torch.Tensor]:
-        """Return the tensors that the group's rule keeps for a parameter: zeros before its first update."""
+        """Return the state tensors of a parameter, zeros before its first update."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             for name in RULES[group["rule"]].state:
@@ -55,8 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all that is kept of the parameters, by name: blocks.0.attention.qkv.weight.exp_avg. Zeros before the
-        first update."""
+        """Return all state tensors by name (blocks.0.attention.qkv.weight.exp_avg), zeros before the first update."""
         return {
             f"{name}.{key}": tensor
             for group in self.param_groups
@@ -64,9 +63,9 @@ class Optimizer(torch.optim.Optimizer):
             for key, tensor in self.state_of(parameter, group).items()
         }
 
-    def momenta(self, parameters: list[Parameter], group: Group) -> torch.Tensor:
-        """Return the momentum buffers of N parameters of one shape as one tensor, (N, rows, columns): each is a part of
-        it, so that one operation updates all."""
+    def stack_momentum(self, parameters: list[Parameter], group: Group) -> torch.Tensor:
+        """Return the momentum buffers of N parameters of one shape as one tensor, (N, rows, columns), so that one
+        operation updates all. The buffers are views of it."""
         if parameters[0] not in self.stacks:
             buffers = [self.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
             self.stacks[parameters[0]] = torch.stack(buffers)
@@ -76,14 +75,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:
-        """Load what `tensors` returned. Raises ValueError for those of other parameters."""
+        """Load what `tensors` returned. Raises ValueError if names or shapes differ."""
         shapes = {
             f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
             for group in self.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
             for key in RULES[group["rule"]].state
         }
-        require_shapes(saved, shapes, "it is of other parameters")
+        require_shapes(saved, shapes, "it belongs to other parameters")
         for name, tensor in self.tensors().items():
             tensor.copy_(saved[name])
 
@@ -91,13 +90,13 @@ class Optimizer(torch.optim.Optimizer):
 def update_adamw(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """Call PyTorch's AdamW."""
+    """Update by PyTorch's AdamW."""
     for group in groups:
-        parameters = with_gradients([group])
+        parameters = list_with_gradients([group])
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
         adamw(
             list(parameters),
-            gradients_of([group]),
+            list_gradients([group]),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -116,18 +115,18 @@ def update_adamw(
 
 
 def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
-    """Return whether Muon updates this parameter: the matrices inside blocks."""
+    """Return whether a parameter is a matrix inside a block, which Muon updates."""
     return name.startswith("blocks.") and parameter.dim() == 2
 
 
 def update_muon(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """Update by momentum, orthogonalized: a matrix learns at the same speed in every direction.
+    """Update by orthogonalized momentum, so that a matrix learns at the same speed in every direction.
 
     The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)). But
-    one batched call orthogonalizes all matrices of one shape, and a few calls update them: on a GPU a call for each
-    matrix would take longer than the work. If several processes hold the same matrices, each orthogonalizes its share.
+    all matrices of one shape are orthogonalized in one batched call and updated in a few: on a GPU, launching a call
+    per matrix would take longer than the work. With several processes, each orthogonalizes its share.
     """
     if found_inf is None:
         found_inf = torch.zeros((), device=groups[0]["params"][0].device)
@@ -135,32 +134,33 @@ def update_muon(
     batches = []
     for group in groups:
         by_shape = defaultdict(list)
-        for parameter in with_gradients([group]):
+        for parameter in list_with_gradients([group]):
             by_shape[parameter.shape].append(parameter)
         for parameters in by_shape.values():
-            batches.append(Stacked(parameters, momentum(optimizer, parameters, group, skip), group))
-    for parts, orthogonal, scale, group in orthogonalized(batches):
+            batches.append(Stacked(parameters, update_momentum(optimizer, parameters, group, skip), group))
+    for parts, orthogonal, scale, group in orthogonalize_batches(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
         rate = group["lr"] * scale
-        if isinstance(rate, torch.Tensor):  # while the update is recorded; alpha has to be a number
+        if isinstance(rate, torch.Tensor):  # while recording; alpha has to be a number
             torch._foreach_add_(parts, list(orthogonal.float() * (-rate * keep)))
         else:
             torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-rate)
 
 
-def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor) -> torch.Tensor:
-    """Update the momentum of N parameters of one shape, unless `skip`. Returns Nesterov's, (N, rows, columns)."""
-    stack = optimizer.momenta(parameters, group)
-    gradients = torch.where(skip, stack, torch.stack(gradients_of([{"params": parameters}])))
+def update_momentum(
+    optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor
+) -> torch.Tensor:
+    """Update the momentum of N parameters of one shape, unless `skip`. Return Nesterov's, (N, rows, columns)."""
+    stack = optimizer.stack_momentum(parameters, group)
+    gradients = torch.where(skip, stack, torch.stack(list_gradients([{"params": parameters}])))
     stack.lerp_(gradients, 1 - group["momentum"])
     nesterov = gradients.lerp_(stack, group["momentum"])
-    is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
+    is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # not yet scaled, so fp16 could overflow
     return nesterov.bfloat16() if is_bf16 else nesterov
 
 
 class Stacked(NamedTuple):
-    """Parameters of one shape and group, and what Muon would add to them before it is orthogonalized, (N, rows,
-    columns)."""
+    """Parameters of one shape and group, and their updates before orthogonalization, (N, rows, columns)."""
 
     parameters: list[Parameter]
     matrices: torch.Tensor
@@ -170,13 +170,12 @@ class Stacked(NamedTuple):
 Orthogonalized = Iterator[tuple[list[torch.Tensor], torch.Tensor, float, Group]]
 
 
-def scale_of(rows: int, columns: int) -> float:
+def update_scale(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def orthogonalized(batches: list[Stacked]) -> Orthogonalized:
-    """Yield, for all matrices, (parts of parameters, their orthogonalized updates, the scale of the updates, the
-    group)."""
+def orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
+    """Yield (parts of parameters, their orthogonalized updates, the scale of the updates, the group)."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
     for parameters, matrices, group in batches:
         rows = group["stacked"] or (matrices.size(1),)
@@ -187,12 +186,12 @@ def orthogonalized(batches: list[Stacked]) -> Orthogonalized:
         orthogonal = map_over_ranks(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
         for parts, _, group in same:
             updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
-            yield parts, updates, scale_of(*shape), group
+            yield parts, updates, update_scale(*shape), group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximate the nearest semi-orthogonal matrix to each of (N, rows, columns): the same singular vectors, singular
-    values near 1. Five Newton-Schulz steps (Jordan et al. 2024)."""
+    """Approximate the nearest semi-orthogonal matrix to each of (N, rows, columns), with the same singular vectors and
+    singular values near 1, by five Newton-Schulz steps (Jordan et al. 2024)."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrices
     is_tall = x.size(1) > x.size(2)
@@ -207,31 +206,33 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """Choose the precision of the iteration, which tolerates bf16's rounding. Normalised matrices stay in fp16's range,
-    too: the error is smaller."""
+    """Return the dtype of the iteration, which tolerates bf16's rounding. Normalised matrices also stay in the range of
+    fp16, whose error is smaller."""
     if has_fast_bf16(device):
         return torch.bfloat16
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
 class Rule(NamedTuple):
-    """How parameters are updated."""
+    """A rule by which parameters are updated."""
 
-    takes: Callable[[str, Parameter], bool]  # whether the rule updates this parameter; if not, AdamW does
-    state: tuple[str, ...]  # tensors kept for each parameter: fp32, in its shape; "step" is a single number
-    hyperparameters: Callable[[Config, float | torch.Tensor], dict[str, Any]]  # given AdamW's learning rate of a step
+    takes: Callable[[str, Parameter], bool]  # (name, parameter) -> whether this rule updates it; if not, AdamW does
+    state: tuple[str, ...]  # state tensors: fp32, in the parameter's shape; "step" is a scalar
+    hyperparameters: Callable[
+        [Config, float | torch.Tensor], dict[str, Any]
+    ]  # (config, AdamW's learning rate) -> group keys
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
-    divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
-    splits_stacked: bool = False  # the rule updates matrices that are stored as one separately: `stacked`
-    update_bytes: int = 0  # temporary memory of an update, per parameter
+    divides_gradients: bool = False  # the kernel divides by grad_scale; other rules get clipped gradients
+    splits_stacked: bool = False  # matrices stacked in one parameter are updated separately
+    update_bytes: int = 0  # temporary memory of an update, bytes per parameter
 
     @property
     def state_bytes(self) -> int:
-        """Per parameter; "step" is too small to count."""
+        """Bytes of state per parameter; "step" is too small to count."""
         return sum(4 for name in self.state if name != "step")
 
 
-RULES = {  # the choices of `optimizer` in training/config.py
+RULES = {  # keys: the choices of `optimizer` in training/config.py
     "adamw": Rule(
         takes=lambda name, parameter: True,
         state=("step", "exp_avg", "exp_avg_sq"),
@@ -253,9 +254,9 @@ RULES = {  # the choices of `optimizer` in training/config.py
 }
 
 
-def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
-    """Sort the parameters that are trained: rule -> name -> parameter. `config.optimizer` updates those that its rule
-    takes, AdamW the others."""
+def group_by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
+    """Group the trained parameters: rule -> name -> parameter. AdamW updates those that the rule of `config.optimizer`
+    does not take."""
     named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -264,24 +265,24 @@ def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Param
     return named
 
 
-def stacked(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of each matrix, if a parameter holds several: queries, keys and values; gate and up."""
+def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of each matrix stacked in a parameter (queries, keys and values; gate and up); () for one."""
     if name.endswith("qkv.weight"):
         return config.qkv_rows
     return (config.ff_dim, config.ff_dim) if name.endswith("fc1.weight") and config.is_gated else ()
 
 
 def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimizer:
-    """Build the optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
+    """Build the optimizer of `config`, with AdamW for the parameters that its rule does not take.
 
-    Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
-    With another rule, AdamW's matrices (the embeddings and the head) have no decay.
+    Weight decay acts only on the matrices of that rule. It would pull biases and norm gains away from useful values.
+    Beside Muon, AdamW's matrices (the embeddings and the head) have no decay.
     """
     groups: list[Group] = []
-    for rule, named in by_rule(model, config).items():
+    for rule, named in group_by_rule(model, config).items():
         alike = defaultdict(list)
         for name, parameter in named.items():
-            rows = stacked(name, model.config) if RULES[rule].splits_stacked else ()
+            rows = stacked_rows(name, model.config) if RULES[rule].splits_stacked else ()
             alike[parameter.dim() >= 2, len(rows), rows].append((name, parameter))
         for is_matrix, _, rows in sorted(alike, reverse=True):
             decays = is_matrix and rule == config.optimizer
@@ -295,7 +296,7 @@ def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimize
 
 
 def apply_hyperparameters(optimizer: Optimizer, lr: float | torch.Tensor, config: Config) -> None:
-    """Set the configuration's values. `lr` is AdamW's learning rate of this step; the other rules follow it."""
+    """Set learning rates and weight decay. `lr` is AdamW's in this step; other rules follow it in proportion."""
     for group in optimizer.param_groups:
         group |= RULES[group["rule"]].hyperparameters(config, lr)
         group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
@@ -309,7 +310,7 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
     if grad_clip:
         ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
         factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grads_with_norm_
-        if gradients := gradients_of(ahead):
+        if gradients := list_gradients(ahead):
             torch._foreach_mul_(gradients, factor)
     if fused:
         optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
@@ -318,23 +319,23 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
 
 
 def folds_clipping(device: torch.device) -> bool:
-    """Return whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them; on a CPU, nothing."""
+    """Return whether AdamW's kernel clips the gradients. This saves a pass over them on a GPU, and nothing on a CPU."""
     return device.type == "cuda"
 
 
 def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
-    """Return the inverse of the factor that clips gradients."""
+    """Return the divisor that clips gradients, ()."""
     return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
-    """Return the global L2 norm of all gradients."""
-    return torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
+    """Return the global L2 norm of all gradients, ()."""
+    return torch.nn.utils.get_total_norm(list_gradients(optimizer.param_groups))
 
 
-def with_gradients(groups: list[Group]) -> list[Parameter]:
+def list_with_gradients(groups: list[Group]) -> list[Parameter]:
     return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
-def gradients_of(groups: list[Group]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in with_gradients(groups) if parameter.grad is not None]
+def list_gradients(groups: list[Group]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in list_with_gradients(groups) if parameter.grad is not None]

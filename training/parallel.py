@@ -1,4 +1,4 @@
-"""Several processes that train one model, as torchrun starts them: one for each GPU, or on CPUs.
+"""Data-parallel training under torchrun: one process per GPU, or several on CPUs.
 
 Each process takes its slice of a step's sequences. DistributedDataParallel averages the gradients (all-reduce) during
 the backward pass. Only rank 0 prints and writes files; it broadcasts what the others need. Without torchrun there is
@@ -28,44 +28,46 @@ from common.script import World, is_rank_0, world
 if TYPE_CHECKING:
     from training.config import Config
 
-RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
-TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
+RANK_0_TIMEOUT = datetime.timedelta(days=30)  # rank 0 tokenizes and answers prompts alone, which may take long
+TIMEOUT_SECONDS = 600.0  # if processes wait longer for one of them, the job ends
 
 T = TypeVar("T")
 
 
 class Group:
-    """The processes of this job, as one of them sees them."""
+    """The process groups of this job."""
 
     def __init__(self, here: World, device: torch.device):
-        """Join. Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
+        """Join the job. Raises torch.distributed's errors if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
+        if device.type == "cuda":  # NCCL kills the process at its timeout; gloo has to time out first
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-        self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # communicate while the GPUs are busy
+        self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # works while the GPUs are busy
         self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
-        self.in_rank_0_only = False  # rank 0 runs code that the others do not
+        self.in_rank_0_only = False  # inside `on_rank_0`
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False)  # torchrun's, which outlives us
+        store = TCPStore(
+            address, port, is_master=False, wait_for_workers=False
+        )  # torchrun's store, which outlives this process
         self.store = PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def is_first_to_report(self, text: str) -> bool:
         """Return whether no other process has reported this error."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             return self.store.add(text, 1) == 1
         return True
 
 
-GROUP: Group | None = None  # None: a single process
+GROUP: Group | None = None  # None in a single process
 
 
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Join the other processes that torchrun started; at the end, wait for them and leave the group.
+    """Join the processes that torchrun started; at the end, wait for them and leave the group.
 
-    If another process is gone or hangs, the others raise ProcessLost. If several raise the same error, one prints it.
+    If one process dies or hangs, the others raise ProcessLost. If several raise the same error, one prints it.
     """
     global GROUP
     here = world()
@@ -78,7 +80,7 @@ def process_group(config: Config) -> Iterator[None]:
         dist.barrier(GROUP.patient_hosts)  # torchrun kills the others when one exits, even while they save
         dist.destroy_process_group()
     except BaseException as error:
-        end_all(error, here)
+        exit_together(error, here)
     finally:
         GROUP = None
 
@@ -88,30 +90,30 @@ def join(config: Config, here: World) -> Group:
     if device.type == "cuda":
         if here.local_rank >= (gpus := torch.cuda.device_count()):
             raise ConfigError(
-                f"torchrun started {here.local_size} processes on this machine, which has {gpus} GPUs: "
+                f"torchrun started {here.local_size} processes on this machine, which has {gpus} GPUs. Use "
                 f"--nproc_per_node={gpus}, or --device cpu."
             )
         torch.cuda.set_device(device)
     group = Group(here, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     print(
-        f"Processes  {here.size}, over {backend}: {config.sequences_per_process} of the {config.sequences_per_step} "
-        f"sequences of a step each"
+        f"Processes  {here.size} ({backend}), each with {config.sequences_per_process} of the "
+        f"{config.sequences_per_step} sequences of a step"
     )
     return group
 
 
-def end_all(error: BaseException, here: World) -> NoReturn:
-    """Raise `error`, or ProcessLost if its cause lies in another process. If another process has told the same error,
-    exit with its code."""
+def exit_together(error: BaseException, here: World) -> NoReturn:
+    """Raise `error`, or ProcessLost if another process caused it. If another process has printed the same error, exit
+    with its code."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others, before they have printed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it before the others have printed
     if is_collective_error(error):
         lost = ProcessLost(
             f"The {here.size} processes that torchrun started could not connect to each other ({error})."
             if GROUP is None
-            else f"One of the {here.size} processes died, or the others waited {TIMEOUT_SECONDS:g} s for it. Saved "
-            "checkpoints are whole: run the same command to continue."
+            else f"One of the {here.size} processes died, or did not answer for {TIMEOUT_SECONDS:g} s. Saved "
+            "checkpoints are intact: run the same command to continue."
         )
         lost.__cause__, error = error, lost
     if not isinstance(error, UserError):
@@ -121,20 +123,20 @@ def end_all(error: BaseException, here: World) -> NoReturn:
     if GROUP is None or GROUP.is_first_to_report(str(error)):
         if here.rank == 0:
             raise error
-        with contextlib.suppress(OSError):  # its sys.stderr is closed
+        with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, f"error: {error}\n".encode())
     sys.exit(error.exit_code)
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Return whether a collective failed. gloo raises RuntimeError, but names its source file in the message."""
+    """Return whether a collective failed. gloo raises RuntimeError with its source file in the message."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def on_rank_0(make: Callable[[], T]) -> T:
-    """Run `make` on rank 0 only, and broadcast its result; the other ranks wait. If it raises, the others exit too.
+    """Run `make` on rank 0 and broadcast its result; the other ranks wait. If it raises, the others exit too.
 
-    Calls cannot be nested: inside `make`, the other ranks do not receive.
+    Do not nest calls: inside `make`, the other ranks do not receive.
     """
     if GROUP is None:
         return make()
@@ -158,12 +160,12 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """Return for each flag whether it is true in any process. An all-reduce between hosts: no GPU is waited for."""
+    """Return for each flag whether it is true in any process. An all-reduce between hosts, so no GPU is waited for."""
     return [bool(flag) for flag in largest(*flags)]
 
 
 def largest(*numbers: float) -> list[float]:
-    """Return each number's largest value over all processes. An all-reduce between hosts: no GPU is waited for."""
+    """Return each number's maximum over all processes. An all-reduce between hosts, so no GPU is waited for."""
     if GROUP is None or GROUP.in_rank_0_only:
         return list(numbers)
     held = torch.tensor(numbers, dtype=torch.float64)
@@ -179,36 +181,36 @@ def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
 
 
 def own_rows(rows: int) -> tuple[int, int]:
-    """Return this process's slice of a step's `rows` sequences: its first row, and its number of rows. The numbers of
-    two processes differ by one at most."""
+    """Return this process's slice of a step's `rows` sequences: the first row and the number of rows, which differ by
+    at most one between processes."""
     here = world()
     first, end = (rows * part // here.size for part in (here.rank, here.rank + 1))
     return first, end - first
 
 
 def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """Return the model. With several processes, wrap it so that its gradients are averaged over them."""
+    """Return the model, wrapped to average gradients if there are several processes."""
     if GROUP is None:
         return model
     parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    parallel.broadcast_buffers = False  # an attribute, for torch 2.13 renames the argument
+    parallel.broadcast_buffers = False  # set as an attribute, because torch 2.13 renames the argument
     return parallel
 
 
 def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Keep DistributedDataParallel from averaging gradients inside: for all micro-batches but the last."""
+    """Return a context without gradient averaging, used in all micro-batches but the last."""
     return getattr(step_model, "no_sync", contextlib.nullcontext)() if enabled else contextlib.nullcontext()
 
 
 def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-    """Do `work` on a batch whose N entries are independent, (N, ...) -> (N, ...). Each process does its share of them,
-    and all get the whole result (all-gather)."""
+    """Return `work(batch)` for N independent entries, (N, ...) -> (N, ...). Each process computes a share, and all get
+    the whole result (all-gather)."""
     if GROUP is None:
         return work(batch)
     here = world()
     share = -(-len(batch) // here.size)
     mine = batch[share * here.rank : share * (here.rank + 1)]
-    done = batch.new_zeros(share, *batch.shape[1:])  # of the same size in all processes, as all-gather needs it
+    done = batch.new_zeros(share, *batch.shape[1:])  # all-gather needs the same size in all processes
     if len(mine):
         done[: len(mine)] = work(mine)
     parts = [torch.empty_like(done) for _ in range(here.size)]
@@ -217,7 +219,7 @@ def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Te
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-    """Overwrite the tensors with those of rank `source`."""
+    """Overwrite the tensors with those of rank `source`, in place."""
     if GROUP is not None:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), source)

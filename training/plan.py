@@ -1,4 +1,4 @@
-"""From a configuration to a run: what will be trained, on what and how, each decision printed with its reason."""
+"""Make a run from a configuration. Each decision is printed with its reason."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from training.config import Config
 from training.data import TokenData
 from training.evaluate import check_prompts, read_prompts
 from training.hardware import choose_attention, detect_hardware
-from training.memory import fit_micro_batch, memory_advice, smallest_rows, without_memory
+from training.memory import build_on_meta, fit_micro_batch, memory_advice, smallest_rows
 from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.resume import find_previous
 from training.run import Prompt, Run
 from training.state import Previous
 from training.store import Store
-from training.text import EXAMPLE, EXAMPLES, input_settings
+from training.text import BUILTIN_CONVERSATIONS, EXAMPLES_DIR, input_settings
 from training.tracker import require_tracker
 
 
 def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
-    """Find what earlier sessions of the run left, and build the run: the model has its first weights, and nothing of
-    the run folder is loaded. Tokenizes `input` on first use. `lock`: the run will be trained, and its folder stays
-    locked until this is closed.
+    """Find what earlier sessions left, tokenize `input` if needed, and build the run with initial weights. Nothing of
+    the run folder is loaded yet. `lock`: lock the folder until this stack is closed; None for a dry run.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
@@ -51,11 +50,11 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     print(hardware.describe())
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
     choose_attention(data.layout.has_mask)
-    print(data.describe() + repetition(data.windows, config))
+    print(data.describe() + describe_repetition(data.windows, config))
     check_prompts(prompts, data)
 
     shape = replace(shape, vocab_size=data.vocab_size)
-    sizes = without_memory(config, shape)
+    sizes = build_on_meta(config, shape)
     print(
         f"Model      {meta_model(shape).num_parameters():,} parameters: {shape.num_layers} layers x {shape.embed_dim}, "
         f"{shape.num_heads} heads, context {shape.max_seq_len}"
@@ -63,10 +62,10 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     if base is not None and lora is not None:
         print(
             f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: "
-            f"{sizes.num_parameters(trained_only=True):,} parameters train, those of {base.path} stay frozen"
+            f"{sizes.num_parameters(trained_only=True):,} parameters are trained, those of {base.path} are frozen"
         )
         if lora.end_modules and shape.embed_norm and shape.is_gated:
-            print("           adapters for peft need --lora_targets attention,feed_forward with this form of the model")
+            print("           to export them for peft, this model needs --lora_targets attention,feed_forward")
     size, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
 
     with memory_advice(config, shape, hardware, lambda: config.rows_at_once(size)):
@@ -76,28 +75,28 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
         if base is not None and lora is not None:
             base.load_weights(model)
             add_adapters(model, lora)
-        if hardware.is_cuda:  # the dial and an earlier run in this process had peaks of their own
+        if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
             torch.cuda.reset_peak_memory_stats()
         return Run(config, hardware, data, prompts, model, size, source, mirror), previous
 
 
-def repetition(windows: int, config: Config) -> str:
-    """Return a note if a step takes more sequences than there are training windows; else nothing."""
+def describe_repetition(windows: int, config: Config) -> str:
+    """Return a note if a step takes more sequences than there are training windows, else an empty string."""
     sequences = config.sequences_per_step
     if sequences <= windows:
         return ""
     return (
-        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step is "
-        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps per epoch, try --batch_size "
+        f"\nNote       a step takes {sequences:,} sequences and the text has only {windows:,}, so each step is "
+        f"{sequences / windows:.1f} epochs. For several steps per epoch, try --batch_size "
         f"{max(1, windows // config.gradient_accumulation_steps // 10)}"
     )
 
 
-def shape_of(config: Config, previous: Previous) -> ModelConfig:
-    """Return the shape that was requested; that of the trained model, if `init_from` names one or adapters are for it.
+def choose_shape(config: Config, previous: Previous) -> ModelConfig:
+    """Return the requested shape, or that of the trained model if `init_from` names one or adapters need it.
 
-    Raises ConfigError if a key that was given differs from it. With rotary positions, which have no weights, the given
-    context may be shorter.
+    Raises ConfigError if an explicit key differs from the trained model. With rotary positions, which have no weights,
+    the context may be shorter.
     """
     if previous.source is None or not (config.init_from or config.lora_rank):
         return config.shape(config.vocab_size)
@@ -116,35 +115,35 @@ def shape_of(config: Config, previous: Previous) -> ModelConfig:
 
 
 class Decision(NamedTuple):
-    """What rank 0 decides for all processes."""
+    """The decisions of rank 0 for all processes."""
 
     previous: Previous
     shape: ModelConfig
-    data_dir: str | None  # the token folder, if one is named or made
+    data_dir: str | None  # the token folder, if one was named or made
     prompts: list[Prompt]
-    base: Checkpoint | None  # of the adapters
+    base: Checkpoint | None  # the adapters' base
     lora: LoRA | None
 
 
 def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Decision:
-    """Do what only rank 0 has to: find what to continue, find or make the token folder, read the prompts."""
+    """Find the checkpoint to continue, find or make the token folder, and read the prompts. Rank 0 does this."""
     if lock is not None:
         lock.enter_context(Store(config.run_dir).locked())
     previous = find_previous(config, mirror, is_trained=lock is not None)
-    shape = shape_of(config, previous)
-    detect_hardware(config, shape)  # what the machine lacks is said before a long text is tokenized
-    prompts, base = read_run_prompts(config), base_of_adapters(config, previous, shape)
+    shape = choose_shape(config, previous)
+    detect_hardware(config, shape)  # reports what the machine lacks before a long text is tokenized
+    prompts, base = read_run_prompts(config), find_adapter_base(config, previous, shape)
     lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
-    data_dir = tokenized(config, previous)
+    data_dir = find_or_tokenize(config, previous)
     if config.input:
-        print(f"Report     {Path(str(data_dir), REPORT)}: what each file gave, and what was left out")
+        print(f"Report     {Path(str(data_dir), REPORT)}: the text of each file, and what was left out")
     return Decision(previous, shape, data_dir, prompts, base, lora)
 
 
-def tokenized(config: Config, previous: Previous) -> str | None:
-    """Return the token folder, if one is named. Tokenizes `input`, if there is one, on first use.
+def find_or_tokenize(config: Config, previous: Previous) -> str | None:
+    """Return the token folder, or None if none is named. Tokenize `input` if that was not done yet.
 
-    Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
+    Raises DataError if `data_dir` holds the tokens of another text, because other runs may need them.
     """
     if not config.input:
         return config.data_dir
@@ -154,8 +153,8 @@ def tokenized(config: Config, previous: Previous) -> str | None:
 
 
 def text_settings(config: Config, previous: Previous) -> Settings:
-    """Return how `input` is tokenized: into `data_dir`, or else into a folder of this state of the text alone. A run
-    that is continued keeps its tokenizer; one that starts from other weights takes theirs."""
+    """Return the tokenizer settings for `input`. Tokens go into `data_dir`, or a folder for this state of the text. A
+    continued run keeps its tokenizer; one that starts from other weights takes theirs."""
     settings = input_settings(config)
     if config.init_from and previous.source is not None:
         settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
@@ -167,13 +166,13 @@ def text_settings(config: Config, previous: Previous) -> Settings:
         settings,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
-        tokenizer_file=kept_tokenizer(config, previous) or settings.tokenizer_file,
+        tokenizer_file=find_kept_tokenizer(config, previous) or settings.tokenizer_file,
     )
 
 
-def kept_tokenizer(config: Config, previous: Previous) -> str | None:
-    """Return the tokenizer file of the run that is continued, so that `input` becomes the same tokens again: another
-    version of `tokenizers` could learn another vocabulary. None for a configuration with other settings of it."""
+def find_kept_tokenizer(config: Config, previous: Previous) -> str | None:
+    """Return the tokenizer file of a continued run, so that `input` becomes the same tokens even with another version
+    of `tokenizers`. None if the tokenizer settings have changed."""
     if previous.checkpoint is None or previous.saved is None or not previous.is_own:
         return None
     path, saved = previous.checkpoint.tokenizer_path(), previous.saved
@@ -182,15 +181,17 @@ def kept_tokenizer(config: Config, previous: Previous) -> str | None:
 
 
 def read_run_prompts(config: Config) -> list[Prompt]:
-    """Read the prompts that the run answers at each evaluation."""
+    """Read the prompts to answer at each evaluation; [] if none are named."""
     if not config.eval_prompts:
         return []
-    return read_prompts(EXAMPLES / "held_out.jsonl" if config.eval_prompts == EXAMPLE else config.eval_prompts)
+    return read_prompts(
+        EXAMPLES_DIR / "held_out.jsonl" if config.eval_prompts == BUILTIN_CONVERSATIONS else config.eval_prompts
+    )
 
 
-def base_of_adapters(config: Config, previous: Previous, shape: ModelConfig) -> Checkpoint | None:
-    """Find the checkpoint that adapters are for, if the configuration asks for some: that of the run that is continued,
-    for by now `init_from` may lead to a newer one; for a run that starts, what it leads to.
+def find_adapter_base(config: Config, previous: Previous, shape: ModelConfig) -> Checkpoint | None:
+    """Return the base of the adapters, or None without adapters. When resuming, it is the base recorded in the
+    checkpoint, because `init_from` may lead to newer weights by now; otherwise `init_from`.
 
     Raises ConfigError for a rank larger than the model, CheckpointError for a base that is missing or unsuitable.
     """
@@ -199,28 +200,30 @@ def base_of_adapters(config: Config, previous: Previous, shape: ModelConfig) -> 
     narrowest = min(shape.embed_dim, shape.ff_dim)
     if config.lora_rank > narrowest:
         raise ConfigError(
-            f"lora_rank is {config.lora_rank}, and the model's matrices have {narrowest} rows or columns: a rank "
-            "beyond that adds nothing. 8 is usual."
+            f"lora_rank {config.lora_rank} is above {narrowest}, the smallest side of the model's matrices, and would "
+            "add nothing. 8 is usual."
         )
-    assert previous.source is not None, "the configuration names one"
+    assert previous.source is not None, "`contradictions` requires one"
     base, lora = previous.source, previous.source.lora()
     if lora is not None and previous.checkpoint is not None:
         base = Checkpoint(find_base(lora, base.path))
     elif lora is not None:
         raise CheckpointError(
-            f"{base.path} holds adapters, and those of --lora_rank are for whole weights: python "
-            f"tools/merge_lora.py {base.path} OUT makes them, to start from with --init_from OUT."
+            f"{base.path} holds adapters, and --lora_rank needs whole weights. Merge them with python "
+            f"tools/merge_lora.py {base.path} OUT, then use --init_from OUT."
         )
     elif previous.checkpoint is not None and not previous.is_own:
         raise CheckpointError(
-            f"{base.path} was trained without adapters, and cannot go on with some: --init_from "
-            f"{base.path} instead of --resume_from starts a new run that adapts it."
+            f"{base.path} was trained without adapters and cannot continue with them. To start a new run that adapts "
+            f"it, use --init_from {base.path} instead of --resume_from."
         )
     if config.resume == "never" and base.path.resolve().is_relative_to(config.run_dir.resolve()):
         raise CheckpointError(
-            f"The adapters would be for {base.path}, which --resume never sets aside with the run that is in "
-            f"{config.run_dir}: choose another --output_dir."
+            f"The base of the adapters, {base.path}, is in the run that --resume never renames, {config.run_dir}. "
+            "Choose another --output_dir."
         )
     if CHECKPOINT_NAME.fullmatch(base.path.name):
-        print(f"Note       adapters need their base, and {base.path} is replaced when its run trains on: keep a copy")
+        print(
+            f"Note       adapters need their base: keep a copy of {base.path}, which its run replaces if it continues"
+        )
     return base

@@ -1,4 +1,4 @@
-"""A run's steps, recorded as CUDA graphs: small models wait for Python, not for the GPU."""
+"""Record a run's steps as CUDA graphs, because small models wait for Python, not for the GPU."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MAX_MEMORY_SHARE = 0.4  # a recording keeps its own activations, beside those of
 
 
 class RecordedStep:
-    """The parts of a run's steps, recorded. What changes from step to step is in tensors that stay where they are:
-    tokens, the weight of a micro-batch, the learning rate, gradients. The next replay overwrites what one returns."""
+    """The recorded parts of a run's steps. What changes from step to step is in tensors at fixed addresses: tokens, the
+    weight of a micro-batch, the learning rate, gradients. A replay overwrites the results of the one before."""
 
     def __init__(self, run: Run, recorder: Recorder):
         self.run, device = run, run.data.device
         self.rows = run.rows_at_once
         self.inputs = [part.clone() for part in run.data.batch(0, self.rows)]
         self.weight, self.total, self.rate, self.evaluated = torch.zeros(4, device=device).unbind()
-        run.optimizer.tensors()  # allocate them
+        run.optimizer.tensors()  # allocates them
         self.warm_up(recorder)
-        # The first pass of a step writes gradients, the others add to them.
+        # The first pass of a step writes gradients, later ones add to them.
         self.replay_first, _ = recorder.record(self.first_pass)
         self.replay_next, _ = recorder.record(self.next_pass)
         self.replay_update, self.result = recorder.record(lambda: compute_update(run, self.total, self.rate))
-        self.gradients = [parameter.grad for parameter in run.model.parameters()]  # they stay where they are
+        self.gradients = [parameter.grad for parameter in run.model.parameters()]  # keeps their memory
         run.optimizer.zero_grad(set_to_none=True)
         if run.config.eval_interval:
             run.model.eval()
@@ -42,25 +42,25 @@ class RecordedStep:
             run.model.train()
 
     def warm_up(self, recorder: Recorder) -> None:
-        """Do both passes and an update that is skipped, and restore what these count."""
+        """Run both passes and a skipped update, and restore the counters."""
         run = self.run
         recorder.warm_up(self.first_pass)
         recorder.warm_up(self.next_pass)
         counts = [run.skips]
         if run.scaler.is_enabled():
-            assert run.scaler._scale is not None and run.scaler._growth_tracker is not None  # since the first pass
+            assert run.scaler._scale is not None and run.scaler._growth_tracker is not None  # set by the first pass
             counts += [run.scaler._scale, run.scaler._growth_tracker]
         before = [tensor.clone() for tensor in counts]
         self.total.fill_(torch.nan)
         recorder.warm_up(lambda: compute_update(run, self.total, self.rate))
         torch._foreach_copy_(counts, before)
         run.optimizer.zero_grad(set_to_none=True)
-        return_freed_memory(run.hardware.device)  # to the pool of the recordings
+        return_freed_memory(run.hardware.device)  # the recordings have their own pool
 
-    # What is recorded
+    # Recorded
 
     def first_pass(self) -> None:
-        """Forward and backward of a step's first micro-batch."""
+        """Forward and backward pass of a step's first micro-batch."""
         self.total.copy_(self.backward())
 
     def next_pass(self) -> None:
@@ -79,10 +79,11 @@ class RecordedStep:
         with self.run.hardware.autocast():
             self.evaluated.copy_(self.run.step_model(*self.inputs))
 
-    # What replays it
+    # Replayed
 
     def accumulate(self, micro_batches: Iterable[Batch], weights: Iterable[float | torch.Tensor]) -> torch.Tensor:
-        """Forward and backward of micro-batches of `rows` sequences. Returns the sum of their weighted losses, ()."""
+        """Forward and backward pass of micro-batches of `rows` sequences. Return the sum of their weighted losses,
+        ()."""
         replay = self.replay_first
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
             torch._foreach_copy_(self.inputs, micro_batch)
@@ -104,15 +105,15 @@ class RecordedStep:
 
 
 def can_record(config: Config, hardware: Hardware, needed: int) -> bool:
-    """Return whether steps are recorded that take `needed` bytes of memory: in one process, on a GPU with room for two
-    such steps, without activation checkpointing (it reads the random state)."""
+    """Return whether steps that need `needed` bytes can be recorded: on a GPU with memory for two of them, in one
+    process, and without activation checkpointing, which reads the random state."""
     if config.graphs == "off" or config.activation_checkpointing or world().size > 1:
         return False
     return hardware.is_cuda and needed <= MAX_MEMORY_SHARE * (hardware.memory_bytes or 0)
 
 
 def record_step(run: Run) -> RecordedStep | None:
-    """Record the steps of a run. Returns None where they are not recorded (see `can_record`), or if that fails."""
+    """Record the steps of a run. Return None if they cannot be recorded (see `can_record`), or if that fails."""
     needed = estimate_memory(run.config, run.model, run.hardware, run.rows_at_once)
     if not can_record(run.config, run.hardware, needed):
         return None
@@ -123,5 +124,5 @@ def record_step(run: Run) -> RecordedStep | None:
         run.optimizer.zero_grad(set_to_none=True)
         run.model.train()
         return_freed_memory(run.hardware.device)
-        log.info(f"Steps are not recorded as CUDA graphs ({str(error).splitlines()[0]}); training continues without.")
+        log.info(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); training continues without them.")
         return None

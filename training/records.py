@@ -1,7 +1,7 @@
-"""The records of a run, in its folder: metrics.jsonl, loss_curve.png, samples.jsonl with the answers to
-`--eval_prompts`, and samples.md drawn from it. summary.py has the rest.
+"""Read and write the records of a run: metrics.jsonl, loss_curve.png, samples.jsonl with the answers to
+`--eval_prompts`, and samples.md, which is rendered from it. For summary.md see summary.py.
 
-This module needs no torch: tools that only show a run read it too.
+This module does not import torch, because tools that only show a run use it too.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from common.validation import STRICT, build
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
+SAMPLES_TABLE = "samples.md"  # SAMPLES as tables
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
 RECORDS = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 Count = Annotated[int, Field(ge=0, lt=10**15)]
 
 
-def records_in(folder: Path) -> Path:
-    """Return where the records of a run are: in its run folder, or, in a mirror, in the newest copy."""
+def find_records(folder: Path) -> Path:
+    """Return the folder that holds the records: the run folder itself or, in a mirror, the newest copy."""
     copies = sorted(folder.glob(f"step_*/{OF_RUN}"))
     return copies[-1] if copies and not (folder / CONFIG).exists() else folder
 
 
 @dataclass(frozen=True, config=STRICT)
 class Sample:
-    """The answers of an evaluation. `expected`: None where no answer is known; `right`: of the `judged` others."""
+    """The answers of an evaluation. `expected` is None where no answer is known; `judged` counts the others."""
 
     step: Count
     right: Count
@@ -51,27 +51,28 @@ class Sample:
     @model_validator(mode="after")
     def checked(self) -> Sample:
         if not len(self.prompts) == len(self.expected) == len(self.answers):
-            raise ValueError("there are not as many answers as prompts")
+            raise ValueError("prompts and answers differ in number")
         return self
 
 
-def metrics_line(row: dict[str, Any]) -> str:
-    """Write one line of metrics.jsonl; leave out a field that was not measured."""
-    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in finite(row).items()}
+def format_metrics(row: dict[str, Any]) -> str:
+    """Return a line of metrics.jsonl, without fields that were not measured."""
+    rounded = {
+        key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in drop_missing(row).items()
+    }
     return json.dumps(rounded) + "\n"
 
 
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Drop None, NaN and infinity, which JSON cannot hold."""
+def drop_missing(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row without None, NaN and infinity, which JSON cannot hold."""
     return {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
 
 
 def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
-    """Forget rows after `step` and evaluations after `evaluated_step`: the steps that a killed session took beyond its
-    last checkpoint are taken again. The summary goes too, as it is of a shorter run; samples.md is drawn anew. A record
-    that cannot be changed is a warning.
+    """Delete rows after `step`, evaluations after `evaluated_step` and the summary, and render samples.md again: steps
+    that a killed session took beyond its last checkpoint are taken again. Warn if a record cannot be changed.
     """
-    with contextlib.suppress(OSError):  # the next one that is written warns
+    with contextlib.suppress(OSError):  # writing the next one will warn
         (run_dir / SUMMARY).unlink()
     for name in (METRICS, SAMPLES, SAMPLES_TABLE):
         path = run_dir / name
@@ -81,32 +82,33 @@ def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
             if not path.is_file():  # a device may have no end
                 raise OSError("it is not a regular file")
             content = path.read_bytes()
-            if name == SAMPLES_TABLE:  # of what is left of the samples
-                kept = drawn(read_samples(run_dir)).encode(errors="replace")
+            if name == SAMPLES_TABLE:  # rendered from the remaining samples
+                kept = render_samples(read_samples(run_dir)).encode(errors="replace")
             else:
-                lines = content.splitlines(keepends=True)  # bytes: the last may end inside a character
+                lines = content.splitlines(keepends=True)  # bytes, because the last may end inside a character
                 whole = (line for line in lines if line.endswith(b"\n"))
                 last = {line: evaluated_step if name == SAMPLES or b'"val_loss"' in line else step for line in lines}
-                kept = b"".join(line for line in whole if step_in(line.decode(errors="replace")) <= last[line])
+                kept = b"".join(line for line in whole if read_step(line.decode(errors="replace")) <= last[line])
             if kept != content:
                 with atomic_write(path) as file:
                     file.write(kept)
         except OSError as problem:
-            print(f"Warning: {path} cannot be brought back to step {step:,} ({reason(problem)}); the training goes on.")
+            reason = describe_error(problem)
+            print(f"Warning: {path} cannot be rewound to step {step:,} ({reason}); the training goes on.")
 
 
-def unwritable(path: Path, problem: Exception) -> str:
-    """Return the warning about a record that is given up."""
-    return f"Warning: {path} cannot be written ({reason(problem)}); the training goes on without it."
+def describe_unwritable(path: Path, problem: Exception) -> str:
+    """Return the warning that a record cannot be written."""
+    return f"Warning: {path} cannot be written ({describe_error(problem)}); the training goes on without it."
 
 
-def reason(problem: Exception) -> str:
-    """Return what went wrong, without the name of the file."""
+def describe_error(problem: Exception) -> str:
+    """Return the reason of an error, without the name of the file."""
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def step_in(line: str) -> float:
-    """Return the step of a line; infinity if the line was cut short."""
+def read_step(line: str) -> float:
+    """Return the step of a line; infinity if the line is torn."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -115,13 +117,13 @@ def step_in(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read what metrics.jsonl says of each step, in order: a step and its evaluation have a row each. Returns none if
-    it cannot be read. Skips torn lines: a full disk can leave one."""
+    """Return one row per step of metrics.jsonl, in order; a step and its evaluation, which have a line each, are
+    merged. Return [] if the file cannot be read. Skip torn lines, which a full disk can leave."""
     lines: list[str] = []
-    with contextlib.suppress(OSError):  # of which the run has warned
-        lines = lines_of(run_dir / METRICS)
+    with contextlib.suppress(OSError):  # the run has warned about it
+        lines = read_lines(run_dir / METRICS)
     rows: list[dict[str, Any]] = []
-    for row in (json.loads(line) for line in lines if step_in(line) < math.inf):
+    for row in (json.loads(line) for line in lines if read_step(line) < math.inf):
         if rows and rows[-1]["step"] == row["step"]:
             rows[-1] = row | rows[-1]
         else:
@@ -129,14 +131,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def lines_of(path: Path) -> list[str]:
-    """Read the lines of a regular file; none if there is none, for a device may have no end. Raises OSError if it
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a regular file, [] for anything else, because a device may have no end. Raises OSError if it
     cannot be read."""
     return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, which looks for a display
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(figsize=(8, 5))
     axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # automatic layout takes as long as drawing
@@ -151,45 +153,44 @@ def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
         figure.savefig(file, format="png", dpi=120)
 
 
-def sample_line(sample: Sample) -> str:
+def format_sample(sample: Sample) -> str:
     return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """Read the evaluations of a run, in order. Skips lines that are torn or hold something else. Raises OSError for a
-    file that is there and cannot be read."""
+    """Return the evaluations of a run, in order. Skip torn and invalid lines. Raises OSError if the file exists and
+    cannot be read."""
     samples = []
-    for line in lines_of(run_dir / SAMPLES):
+    for line in read_lines(run_dir / SAMPLES):
         with contextlib.suppress(ValueError, RecursionError):
             samples.append(build(Sample, json.loads(line)))
     return samples
 
 
-def score(sample: Sample) -> str:
+def format_score(sample: Sample) -> str:
     return f"{sample.right} of {sample.judged}" if sample.judged else ""
 
 
-def drawn(samples: Sequence[Sample]) -> str:
-    """Write the text of samples.md: a table for each evaluation."""
-    return "".join(f"{line}\n" for sample in samples for line in section(sample))
+def render_samples(samples: Sequence[Sample]) -> str:
+    """Return the text of samples.md, a table per evaluation."""
+    return "".join(f"{line}\n" for sample in samples for line in render_sample(sample))
 
 
-def section(sample: Sample) -> list[str]:
-    right = f", {score(sample)} exactly right" if sample.judged else ""
-    rows = answer_table(sample.prompts, sample.answers, sample.expected)
+def render_sample(sample: Sample) -> list[str]:
+    right = f", {format_score(sample)} exactly right" if sample.judged else ""
+    rows = render_answers(sample.prompts, sample.answers, sample.expected)
     return [f"## Step {sample.step:,}{right}", "", *rows, ""]
 
 
-def answer_table(
+def render_answers(
     prompts: Sequence[str],
     answers: Sequence[str],
     expected: Sequence[str | None],
     before: Sequence[str] = (),
     longest: int | None = None,
 ) -> list[str]:
-    """Write a Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
-    training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
-    never)."""
+    """Return a Markdown table of prompts and answers, with the expected answer beside a wrong one. `before`: the
+    answers of the initial weights, if any. Texts are cut at `longest` characters (None: never)."""
 
     def text_cell(text: str) -> str:
         return cell(text if longest is None else shortened(text, longest))

@@ -1,4 +1,4 @@
-"""How a session begins: what earlier sessions left, continue it or start a new run; and what may not have changed."""
+"""Begin a session: find what earlier sessions left, continue it or start a new run, and check what may not change."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ from training.run import Run
 from training.saver import write_config
 from training.schedule import epoch_sequences
 from training.state import Previous, Saved, TrainState, read_state
-from training.store import Store, finish_setting_aside, read_best_state, replacing, set_aside
-from training.text import changes
+from training.store import Store, finish_setting_aside, new_run_path, read_best_state, set_aside
+from training.text import describe_changes
 
 
 def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Previous:
-    """Find what the run folder and its mirror hold. If the run `is_trained` then, its folder is locked: clean up after
-    a session that was killed, and copy into it what only the mirror has.
+    """Find what the run folder and its mirror hold. If the run `is_trained` afterwards (its folder is locked), clean up
+    after a killed session, and copy what only the mirror has.
 
-    Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
+    Raises ConfigError or CheckpointError if a folder belongs to another run, cannot be used, or holds only damaged
+    checkpoints.
     """
     store = Store(config.run_dir)
     if is_trained and config.resume != "never":
@@ -62,24 +63,24 @@ def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Pr
         except OSError as problem:
             raise ConfigError(
                 f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
-                f"--checkpoint_dir out to train without copies."
+                "--checkpoint_dir out to train without copies."
             ) from None
     if is_trained and not store.is_empty:
         store.clean_up()
-        shutil.rmtree(replacing(store.dir), ignore_errors=True)
+        shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
     previous: Previous | None = None
     while previous is None:
         with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
             previous = find_checkpoint(config, store, mirror)
             if is_trained and previous.checkpoint is not None:
-                previous = bring_here(previous, store, mirror)
+                previous = copy_here(previous, store, mirror)
     if mirror is not None:
-        mirror.require_usable()  # again: a mirror that was unmounted meanwhile looks empty
+        mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
     return previous
 
 
 def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
-    """Raise ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+    """Raise ConfigError or CheckpointError if the mirror is missing or belongs to another run."""
     mirror.store.require_ours("--checkpoint_dir")
     mirror.require_usable()
     if config.resume == "never":
@@ -87,25 +88,25 @@ def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
     mirror.known = {copy.name for copy in mirror.store.steps()}
     run_id = None
     for newest in store.steps()[:1]:
-        with contextlib.suppress(CheckpointError, OSError):  # it is damaged
+        with contextlib.suppress(CheckpointError, OSError):  # it may be damaged
             run_id = read_state(Checkpoint(newest)).state.run_id
-    mirror.require_of(run_id)
+    mirror.require_same_run(run_id)
 
 
 def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Previous:
-    """Find the newest whole checkpoint here or in the mirror, or the one that `resume_from` names; else the weights of
+    """Find the newest valid checkpoint here or in the mirror, else the one named by `resume_from`, else the weights of
     `init_from`.
 
-    Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
-    from `resume_from` or `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
+    Raises CheckpointError if all checkpoints are damaged, or if the run did not start from `resume_from` or
+    `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
     """
     places = [store.steps_dir, *([mirror.store.steps_dir] if mirror is not None else [])]
     try:
         newest = newest_valid(*places) if config.resume != "never" else None
     except CheckpointError as problem:
         raise CheckpointError(
-            f"{problem}\nNothing was changed or deleted. If there are copies elsewhere, put them back; --resume never "
-            "starts over and keeps these aside."
+            f"{problem}\nNothing was changed or deleted. Restore them from a copy, or start over with --resume never, "
+            "which renames this run."
         ) from None
     if newest is None:
         start = open_checkpoint(config.resume_from) if config.resume_from else None
@@ -120,23 +121,23 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
     if config.init_from and not has_started_from(config.init_from, saved):
         raise CheckpointError(
             f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
-            "--output_dir for the new one, or --resume never to keep the old one aside."
+            "--output_dir, or --resume never, which renames the old run."
         )
-    # The same command again: the run has gone further than the checkpoint that it started from.
+    # The same command again: the run is already further than `resume_from`.
     if config.resume_from is None or saved.state.resumed_from == os.path.normpath(config.resume_from):
         return Previous(newest, saved)
     start = open_checkpoint(config.resume_from)
     if start.path.resolve() == newest.path.resolve():
         return Previous(start, saved)
     raise CheckpointError(
-        f"{config.run_dir} already holds a run of its own, at {newest.path.name}. To continue from {start.path} "
-        "instead, choose another --output_dir."
+        f"{config.run_dir} already holds another run, at {newest.path.name}. To continue from {start.path}, choose "
+        "another --output_dir."
     )
 
 
 def has_started_from(path: str, saved: Saved) -> bool:
-    """Return whether a run started from the weights that `path` leads to. The same path is enough, because these
-    weights may have been trained further or deleted since; so are the same weights in another place."""
+    """Return whether a run started from the weights at `path`: by the path, because the weights may have changed or
+    gone since, or by their hash, because they may have moved."""
     if saved.config.get("init_from") == path:
         return True
     with contextlib.suppress(CheckpointError):
@@ -144,9 +145,9 @@ def has_started_from(path: str, saved: Saved) -> bool:
     return False
 
 
-def bring_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
-    """Copy into the run folder what belongs to a checkpoint from elsewhere: the records of its run, its best weights,
-    and the checkpoint itself if it is a copy of this run. Best weights that were lost here come back from the mirror.
+def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
+    """Copy what belongs to a checkpoint from elsewhere into the run folder: the records, the best weights and, if it is
+    a copy of this run, the checkpoint itself. Best weights lost here are restored from the mirror.
 
     Raises FileNotFoundError if another machine has deleted the copy meanwhile.
     """
@@ -160,8 +161,8 @@ def bring_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previ
         store.steps_dir.mkdir(parents=True, exist_ok=True)
         if previous.is_own:
             here = store.step_path(step_of(folder))
-            if is_copied(partial(store.copy, folder, here.name), folder, store):
-                print(f"Copies     {previous.checkpoint.path} is the newest, and now in {store.dir} too.")
+            if try_copy(partial(store.copy, folder, here.name), folder, store):
+                print(f"Copies     restored {previous.checkpoint.path}, the newest checkpoint, to {store.dir}.")
                 previous = replace(previous, checkpoint=Checkpoint(here))
         records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
         for name in RECORDS:
@@ -171,12 +172,12 @@ def bring_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previ
         bests = [parent / BEST, *parent.glob(f"{BEST}_*")]
     for best in bests:
         if not problems_of(best):
-            is_copied(partial(store.take_best, best), best, store)
+            try_copy(partial(store.copy_best, best), best, store)
     return previous
 
 
-def is_copied(copy: Callable[[], object], source: Path, store: Store) -> bool:
-    """Copy `source`. If that fails, say so and return False. Raises FileNotFoundError if the source is gone."""
+def try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
+    """Call `copy`. If it fails, print a warning and return False. Raises FileNotFoundError if `source` is gone."""
     try:
         copy()
     except OSError as problem:
@@ -189,16 +190,14 @@ def is_copied(copy: Callable[[], object], source: Path, store: Store) -> bool:
     return True
 
 
-TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
+TOKENS_KEY = "tokens_sha256 of the data"  # a key of `list_fixed`
 
 
 def start_or_resume(run: Run, previous: Previous) -> bool:
-    """Continue the run that `previous` is of, or start a new one. Returns whether it is finished, and its summary
-    written.
+    """Continue the run of `previous`, or start a new one. Return whether it is finished and has its summary.
 
-    Raises CheckpointError if what is there belongs to another model or other data.
+    Raises CheckpointError if the checkpoint belongs to another model or other data.
     """
-
     run.state, scaler, has_summary = on_rank_0(lambda: open_run(run, previous))
     run.saved_step = run.state.step
     run.skips[0] = run.state.skipped_updates
@@ -209,10 +208,10 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
 
 
 def open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], bool]:
-    """Load what `previous` names, and make the run folder. Returns the state of the run, that of its gradient scaler,
-    and whether there is a summary."""
+    """Load the checkpoint of `previous`, if any, and make the run folder. Return the state of the run, the state of its
+    gradient scaler, and whether there is a summary."""
     state = new_state(run, previous.init) if previous.checkpoint is None else restore(run, previous)
-    if run.config.resume == "never":  # last: the new weights may come from the old run
+    if run.config.resume == "never":  # done last, because the initial weights may be in the old run
 
         def write_new(moves: dict[Path, Path], new: Path) -> None:
             for folder, aside in moves.items():
@@ -228,7 +227,7 @@ def open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], 
 
 
 def new_run_id(run: Run) -> str:
-    """Make the id of a new run: the same on machines that begin the same run at once; another one to start over."""
+    """Return an id for a new run: the same on machines that begin the same run at once, random when starting over."""
     config = run.config
     if config.resume == "never":
         return uuid.uuid4().hex
@@ -238,24 +237,24 @@ def new_run_id(run: Run) -> str:
 
 
 def new_state(run: Run, init: Checkpoint | None) -> TrainState:
-    """Make the state of a run that starts now, and load the trained weights `init`, if there are some."""
+    """Return the state of a new run. Load the weights of `init`, if given."""
     state = TrainState(run_id=new_run_id(run))
     if init is not None:
         require_tokenizer(init, run)
-        if lora_of(run.model) is None:  # else the model has them as its base
+        if lora_of(run.model) is None:  # with adapters, the base is already loaded
             init.load_weights(run.model)
         print(f"Starting from the weights of {init.path}.")
         state = replace(state, initialized_from=init.weights_sha256())
     if run.mirror is not None:
         print(
-            f"Copies     go to {run.mirror.dir}. There are none of this run yet: if there should be, stop and mount "
-            f"the disk they are on."
+            f"Copies     go to {run.mirror.dir}. This run has none there yet. If it should, press Ctrl-C and mount the "
+            "right disk."
         )
     return state
 
 
 def require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
-    """Raise CheckpointError if the data was tokenized with another tokenizer than the checkpoint's."""
+    """Raise CheckpointError if the data was not tokenized with the checkpoint's tokenizer."""
     tokenizer_path = checkpoint.tokenizer_path()
     if sha256_file(tokenizer_path) != run.data.metadata.tokenizer_sha256:
         raise CheckpointError(
@@ -265,18 +264,18 @@ def require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def restore(run: Run, previous: Previous) -> TrainState:
-    """Load everything that a checkpoint holds, and print what changed since. Returns the state."""
+    """Load weights, optimizer and scaler of a checkpoint, and print what changed since. Return the state."""
     checkpoint, saved, requested = previous.checkpoint, previous.saved, run.config.resume_from
     assert checkpoint is not None and saved is not None
-    require_the_same(run, checkpoint, saved)
+    require_unchanged(run, checkpoint, saved)
     if previous.is_own:
-        Store(run.dir).quarantine_newer(checkpoint.path)  # else the run would continue from them
+        Store(run.dir).quarantine_newer(checkpoint.path)  # they are damaged, and would be found again
     checkpoint.load_weights(run.model)
     checkpoint.load_optimizer(run.optimizer)
     if saved.scaler and run.scaler.is_enabled():
         run.scaler.load_state_dict(saved.scaler)
-    best = best_state(run) or TrainState()
-    if best.step == saved.state.best_step:  # which may have evaluated it again, on other windows
+    best = read_run_best(run) or TrainState()
+    if best.step == saved.state.best_step:  # the state may hold a later evaluation, over other windows
         best = replace(saved.state, step=best.step)
     state = replace(
         saved.state,
@@ -292,8 +291,8 @@ def restore(run: Run, previous: Previous) -> TrainState:
     return state
 
 
-def best_state(run: Run) -> TrainState | None:
-    """Read the state saved with best/, whose loss later weights have to beat; None if best/ is missing or damaged."""
+def read_run_best(run: Run) -> TrainState | None:
+    """Read the state saved with best/; None if best/ is missing or damaged."""
     best = run.dir / BEST
     if best.exists() and (problems := problems_of(best)):
         print(f"Warning: {describe_damage(best, problems)} The next evaluation replaces it.", file=sys.stderr)
@@ -302,62 +301,60 @@ def best_state(run: Run) -> TrainState | None:
 
 
 def share_rank_0(run: Run) -> None:
-    """Give all processes what rank 0 has loaded. Raises CheckpointError if this run was begun on another machine than
-    that of rank 0."""
+    """Broadcast what rank 0 has loaded. Raises CheckpointError if the checkpoints are on another machine."""
     broadcast_tensors(list(run.model.state_dict().values()))
     broadcast_tensors(list(run.optimizer.tensors().values()))
     own = step_folders(run.dir / "checkpoints") if run.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
     if is_elsewhere:
         raise CheckpointError(
-            f"There are checkpoints in {run.dir} on one of the machines, and none on that of process 0, which "
-            f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
-            f"to start over."
+            f"{run.dir} has checkpoints on one machine, but not on that of process 0, which reads and writes them. Use "
+            "--node_rank=0 on the machine that has them, or --resume never to start over."
         )
 
 
-# What may not change
+# Checks of what may not change
 
 
-def require_the_same(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
-    """Raise CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
-    data; and if the base of the adapters is gone."""
+def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
+    """Raise CheckpointError if architecture, adapters, optimizer, tokenizer or data have changed, listing what, or if
+    the base of the adapters is gone."""
     config, lora = run.config, checkpoint.lora()
     if lora is not None:
         find_base(lora, checkpoint.path)
-    then = identity(checkpoint.model_config(), lora, saved.config.get("optimizer"), saved.data)
-    now = identity(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
+    then = list_fixed(checkpoint.model_config(), lora, saved.config.get("optimizer"), saved.data)
+    now = list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
     clashes = [
         f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in dict.fromkeys([*then, *now])
         if then.get(key) != now.get(key)
     ]
-    if clashes and then.get(TOKENS) != now.get(TOKENS) and (change := text_change(run, saved.data)):
+    if clashes and then.get(TOKENS_KEY) != now.get(TOKENS_KEY) and (change := describe_text_change(run, saved.data)):
         clashes.append(change)
     if clashes:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
         raise CheckpointError(
             "\n  ".join([head, *clashes])
-            + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
+            + "\nUse the old values, another --output_dir, or --resume never, which renames the old run."
         )
 
 
-def text_change(run: Run, then: dict[str, Any]) -> str:
-    """Say what has changed in the text of `--input` since, and what to type; "" if its tokens of then are not found."""
+def describe_text_change(run: Run, then: dict[str, Any]) -> str:
+    """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone."""
     config, tokens = run.config, find_tokens(str(then.get("tokens_sha256")))
     if not config.input or tokens is None:
         return ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
     return (
-        f"files: {changes(tokens, run.data.metadata)}\n"
-        f"The old tokens are kept: to go on with them, --data_dir {tokens.path.parent} --output_dir {config.run_dir} "
-        f"instead of --input.\nTo train these weights on the new text: --input {shlex.quote(config.input)} {length} "
-        f"--init_from {config.run_dir} --output_dir {config.run_dir}_2."
+        f"files: {describe_changes(tokens, run.data.metadata)}\n"
+        f"To continue on the old text, whose tokens are kept: --data_dir {tokens.path.parent} --output_dir "
+        f"{config.run_dir} instead of --input.\nTo train these weights on the new text: --input "
+        f"{shlex.quote(config.input)} {length} --init_from {config.run_dir} --output_dir {config.run_dir}_2."
     )
 
 
-def identity(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run keeps, by name. The base of adapters may move."""
+def list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Return what may not change during a run: name -> value. The path of the adapters' base may."""
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
     values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
     values["optimizer"] = optimizer

@@ -1,4 +1,4 @@
-"""A run: what a step works on, and where the training stands."""
+"""Run: everything a training step works on, and the state of the training."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from training.parallel import broadcast_tensors
 from training.schedule import epoch_sequences, last_step, learning_rate, progress, steps_left
 from training.state import TrainState
 
-KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
+MAX_CHECKPOINTS_ON_DISK = 4  # two, the best, and the one being written
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is asked at each evaluation, and the right answer, if there is one."""
+    """A prompt of --eval_prompts, and the right answer, if there is one."""
 
     text: str
     expected: str | None = None
@@ -36,31 +36,31 @@ class Prompt:
 
 @dataclass(eq=False)
 class Run:
-    """A training as one process holds it. `make_run` in plan.py decides and builds it.
+    """A training in one process, built by `make_run` in plan.py.
 
     A step changes the weights, `optimizer`, `scaler`, `skips` and `state`. Compiling, and running out of memory, change
     `step_model`, `micro_batch_size` and `hardware`.
     """
 
-    config: Config  # what was requested
+    config: Config
     hardware: Hardware
     data: TokenData
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    micro_batch_source: str  # as in Config.sources, or ESTIMATED or HALVED
-    mirror: Mirror | None = None  # of rank 0
+    micro_batch_source: str  # a value of Config.sources, ESTIMATED or HALVED
+    mirror: Mirror | None = None  # rank 0 only
 
     def __post_init__(self) -> None:
         self.optimizer: Optimizer = build_optimizer(self.model, self.config)
         self.scaler = self.hardware.grad_scaler()
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
-        self.compiled_rows = 0  # that `step_model` was made for
-        self.recorded: Any = None  # the step as CUDA graphs: a RecordedStep of recorded.py, or None
+        self.compiled_rows = 0  # `step_model` is compiled for this micro-batch
+        self.recorded: Any = None  # RecordedStep of recorded.py, or None
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.saved_step = 0  # the step of the newest checkpoint; a thread may still be writing it
-        self.dir: Path = self.config.run_dir  # a dry run has another
+        self.dir: Path = self.config.run_dir  # a dry run uses a temporary folder
 
     @property
     def shape(self) -> ModelConfig:
@@ -77,26 +77,26 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Epochs that are done."""
+        """Epochs done."""
         return self.state.sequences_seen / epoch_sequences(self.data.windows, self.config)
 
     @property
     def took_last_step(self) -> bool:
-        """Whether the last step was taken."""
+        """Whether the run has taken its last step."""
         return progress(self.state, self.data.windows, self.config) >= 1
 
     @property
     def last_step(self) -> int:
-        """Steps of the run; with `minutes`, at most."""
+        """Number of steps of the run; with `minutes`, the maximum."""
         return last_step(self.state, self.data.windows, self.config)
 
     def steps_left(self, step_seconds: float) -> int:
-        """Return the steps to the end of the run, if each takes `step_seconds`."""
+        """Return the steps left in the run, if each takes `step_seconds`."""
         return steps_left(self.state, self.data.windows, self.config, step_seconds)
 
     @property
     def learning_rate(self) -> float:
-        """AdamW's in the next step."""
+        """AdamW's learning rate in the next step."""
         return learning_rate(self.state, self.data.windows, self.config)
 
     def due(self, interval: int) -> bool:
@@ -105,12 +105,12 @@ class Run:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether this step has to be evaluated: the session before may have been cut off in it."""
+        """Whether this step still has to be evaluated. The last session may have ended during its evaluation."""
         return self.due(self.config.eval_interval) and self.state.evaluated_step < self.state.step
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step was taken, and evaluated if the run evaluates."""
+        """Whether the last step was taken and, if the run evaluates, evaluated."""
         return self.took_last_step and not self.evaluation_due
 
     @property
@@ -119,11 +119,11 @@ class Run:
 
     @property
     def disk_bytes(self) -> int:
-        """What the checkpoints of the run take at the peak."""
-        return KEPT_ON_DISK * self.checkpoint_bytes
+        """Disk space for the checkpoints of the run."""
+        return MAX_CHECKPOINTS_ON_DISK * self.checkpoint_bytes
 
     def advance(self, elapsed_seconds: float = 0.0, ending_seconds: float = 0.0) -> None:
-        """Count a step that was taken. The seconds, of the run so far and of its end (see `TrainState`), matter with
+        """Count a step in the state. `elapsed_seconds` and `ending_seconds` (see `TrainState`) matter only with
         `minutes`."""
         self.state.elapsed_seconds, self.state.ending_seconds = elapsed_seconds, ending_seconds
         self.state.step += 1
@@ -131,7 +131,7 @@ class Run:
         self.state.tokens += self.tokens_per_step
 
     def resolved(self) -> dict[str, Any]:
-        """Return what was requested, with the shape and the micro-batch that were found for it."""
+        """Return the settings, with the shape and micro-batch that the run uses."""
         found = {key: getattr(self.shape, key) for key in MODEL_KEYS}
         if self.micro_batch_source != "default":
             found["micro_batch_size"] = self.micro_batch_size
@@ -139,7 +139,7 @@ class Run:
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
-        """Load the weights in best/, inside. They were verified when the run was resumed. Every process must enter."""
+        """Use the weights of best/ inside. They were verified when the run was resumed. Every process must enter."""
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
             if is_rank_0():

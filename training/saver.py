@@ -1,4 +1,4 @@
-"""Saves a run: when a checkpoint is due, what it holds, where it and its copies go."""
+"""Save a run: decide when a checkpoint is due, take a snapshot, and write it in a thread."""
 
 from __future__ import annotations
 
@@ -41,47 +41,47 @@ from training.step import diverged, require_stable
 from training.stop import Stop, StopRequested
 from training.store import Store
 
-Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
-TOLD_SECONDS = 30.0  # between two lines about saves
-SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
-BEST_SECONDS = 30.0  # between two writes of the best weights: early in a run, each evaluation brings better ones
-GPU_SHARE = 0.05  # share of a GPU's memory that they may take until they are written; larger ones wait in RAM
+Snapshot = dict[str, Content]  # file name -> content of a checkpoint
+LOG_INTERVAL_SECONDS = 30.0
+MAX_SNAPSHOT_SHARE = 0.5  # share of the free memory
+BEST_INTERVAL_SECONDS = 30.0  # early in a run, each evaluation brings better weights
+MAX_GPU_SNAPSHOT_SHARE = 0.05  # share of the GPU's memory, until the best weights are written; larger ones wait in RAM
 
 
 class Saver:
-    """Inside the context, a thread writes one checkpoint at a time while the training goes on, and the mirror copies
-    them; if writing fails, the next save, or the end, raises the error.
+    """A context in which a thread writes one checkpoint at a time while the training goes on, and the mirror copies it.
+    If writing fails, the next save or the end of the context raises the error.
 
-    At the end it saves what is not saved yet, if the run was stopped or is out of memory, and waits until all is
-    written and, for a limited time, copied. Raises CheckpointError if a save failed, or if another session has copied a
-    newer state.
+    At its end the context saves unsaved steps, if the run was stopped or is out of memory, and waits until everything
+    is written and, for a limited time, copied. Raises CheckpointError if a save failed, or if another session has
+    copied a newer state.
     """
 
     def __init__(self, run: Run, clock: Clock, stop: Stop):
         self.run, self.clock, self.stop = run, clock, stop
         self.store = Store(run.dir)
         self.last_saved = time.monotonic()
-        # A run from trained weights saves its first step: if the machine is lost, the mirror has them.
+        # A run from trained weights saves its first step, so that the mirror has them if the machine is lost.
         self.checkpoint_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
-        self.best_due = False  # these are the best weights so far, and not saved yet
-        self.best: Snapshot | None = None  # the best weights so far, if they are not written yet
+        self.best_due = False  # the current weights are the best so far, and not saved yet
+        self.best: Snapshot | None = None  # the best weights so far, until they are written
         self.best_written = -math.inf  # time.monotonic()
-        self.written_rows = run.micro_batch_size  # as config.json has it
-        self.told = -math.inf  # time.monotonic() of the last line about a save
+        self.written_rows = run.micro_batch_size  # micro_batch_size in config.json
+        self.logged_at = -math.inf  # time.monotonic()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
 
     def __enter__(self) -> Saver:
-        self.thread.submit(int).result()  # start the thread now: later there may be no memory for it
+        self.thread.submit(int).result()  # starts the thread now: later there may be no memory for it
         if self.run.mirror is not None:
-            self.run.mirror.begin(self.run.state.run_id)
-            if not self.run.took_last_step:  # else it is copied with its summary
-                self.run.mirror.wake()
+            self.run.mirror.start(self.run.state.run_id)
+            if not self.run.took_last_step:  # a finished run is copied with its summary, at the end
+                self.run.mirror.request_copy()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if kind is not KeyboardInterrupt:  # which stops at once
+            if kind is not KeyboardInterrupt:  # the user wants to stop at once
                 self.finish(error)
         finally:
             self.thread.shutdown(cancel_futures=True)
@@ -91,10 +91,10 @@ class Saver:
             on_rank_0(self.require_not_overtaken)
 
     def finish(self, error: BaseException | None) -> None:
-        """Save the rest and wait. If an error ends the training, only log those of saving."""
+        """Save unsaved steps and wait. If an error ends the training, errors of saving are only logged."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # MemoryExhausted comes from `retry_smaller` alone, from a pass, which changes only gradients. An update that
-        # runs out of memory raises another error. Other processes would not save.
+        # Only `retry_smaller` raises MemoryExhausted, in a pass, which changes only gradients; an update that runs out
+        # of memory raises another error. With several processes, the others would not save.
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_rest()
@@ -110,7 +110,7 @@ class Saver:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether another session has copied a newer state: this one stops."""
+        """Whether another session has copied a newer state, so that this one has to stop."""
         return self.run.mirror is not None and self.run.mirror.overtaken is not None
 
     def require_not_overtaken(self) -> None:
@@ -118,7 +118,7 @@ class Saver:
             raise self.run.mirror.overtaken
 
     def wait(self) -> None:
-        """Wait for the save that is under way, after the last step. Raises CheckpointError if it fails."""
+        """Wait for the save that is under way. Raises CheckpointError if it fails."""
         self.stop.message = "Stopping once what is under way is saved and copied"
         self.join()
 
@@ -129,7 +129,7 @@ class Saver:
 
     @property
     def is_checkpoint_step(self) -> bool:
-        """Whether this step is saved because of its number, its epoch, or as the last."""
+        """Whether this step is saved because of its number, its epoch, or because it is the last."""
         config, state = self.run.config, self.run.state
         before = state.sequences_seen - config.sequences_per_step
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
@@ -143,8 +143,8 @@ class Saver:
         return bool(minutes) and time.monotonic() - self.last_saved >= 60 * minutes
 
     def save_if_due(self) -> None:
-        """Save a checkpoint or the best weights, if it is time. After a skipped update, wait for a step that shows the
-        weights to be sound; those that were just evaluated are. Raises CheckpointError if the last save failed."""
+        """Save a checkpoint or the best weights if they are due. After a skipped update, wait for a step that shows the
+        weights to be sound; an evaluation shows it too. Raises CheckpointError if the last save failed."""
         if self.under_way is not None and self.under_way.done():
             self.join()
         self.checkpoint_due |= self.is_checkpoint_step
@@ -152,7 +152,7 @@ class Saver:
             require_stable(self.run)
             if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
-        if self.under_way is None and time.monotonic() - self.best_written >= BEST_SECONDS:
+        if self.under_way is None and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
             with self.clock.saving():
                 self.write_best()
 
@@ -160,14 +160,14 @@ class Saver:
         """Save a checkpoint of this step if there is none."""
         if self.run.state.step > self.run.saved_step:
             self.checkpoint_due = True
-            self.told = -math.inf
+            self.logged_at = -math.inf
             self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint of this step, or keep a copy of the best weights until they are written, or both:
-        what is due. Of several processes rank 0 writes.
+        """Begin to write a checkpoint of this step, or keep a copy of the best weights, or both, as due. With several
+        processes, rank 0 writes.
 
-        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
+        Raises ConfigError if a weight is not finite: a good checkpoint must not be deleted for a useless one.
         """
         run, state = self.run, self.run.state
         with self.clock.saving():
@@ -177,7 +177,7 @@ class Saver:
             state.skipped_updates = int(run.skips[0])
             folders = []
             if self.best_due:
-                self.best = None  # those before are worse, and take memory
+                self.best = None  # the earlier ones are worse, and take memory
                 folders = self.store.bests()
             if self.checkpoint_due:
                 folders.append(self.store.step_path(state.step))
@@ -186,17 +186,17 @@ class Saver:
             best_only = not self.checkpoint_due
             self.checkpoint_due = self.best_due = False
             if is_rank_0():
-                self.write_best()  # a checkpoint of a later step relies on them
+                self.write_best()  # a checkpoint must not be newer than best/
                 self.join()
-                if (snapshot := self.copied(best_only)) is None:
-                    self.write(folders, snapshot_of(run, copy=False))  # the training waits until it is written
+                if (snapshot := self.take_snapshot(best_only)) is None:
+                    self.write(folders, build_snapshot(run, copy=False))  # the training waits for it
                 elif best_only:
                     self.best = snapshot
                 else:
                     self.under_way = self.thread.submit(self.write, folders, snapshot)
 
     def write_best(self) -> None:
-        """Begin to write the best weights, if they wait for it."""
+        """Begin to write the best weights, if they are not written yet."""
         if self.best is not None:
             self.join()
             best = {name: each if isinstance(each, bytes) else to_device(each) for name, each in self.best.items()}
@@ -206,7 +206,7 @@ class Saver:
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
         if self.run.micro_batch_size != self.written_rows:
-            with contextlib.suppress(OSError):  # if the disk is full, the checkpoint says so
+            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint reports it
                 write_config(self.run, self.run.dir)
                 self.written_rows = self.run.micro_batch_size
         for folder in folders:
@@ -215,28 +215,28 @@ class Saver:
             self.clock.write_seconds = time.perf_counter() - began
             if folder.name != BEST:
                 self.store.delete_older(step_of(folder))
-                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.took_last_step:
-                    self.told = time.monotonic()
+                if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or self.run.took_last_step:
+                    self.logged_at = time.monotonic()
                     log.info(f"Saved {folder}")
         if self.run.mirror is not None and not self.run.took_last_step:  # a finished run is copied with its summary
-            self.run.mirror.wake()
+            self.run.mirror.request_copy()
 
-    def copied(self, best_only: bool) -> Snapshot | None:
-        """Take a snapshot that stays as it is while the training goes on; None if there is too little memory for one.
-        Small best weights stay on the GPU."""
+    def take_snapshot(self, best_only: bool) -> Snapshot | None:
+        """Return a snapshot that does not change while the training goes on; None if memory is too small for one. Small
+        best weights stay on the GPU."""
         free, hardware = available_ram(), self.run.hardware
-        size = self.run.checkpoint_bytes // (3 if best_only else 1)  # best/ has no moments
-        if free is not None and size > SNAPSHOT_SHARE * free:
+        size = self.run.checkpoint_bytes // (3 if best_only else 1)  # best/ has no optimizer state
+        if free is not None and size > MAX_SNAPSHOT_SHARE * free:
             return None
-        stays = best_only and hardware.is_cuda and size <= GPU_SHARE * (hardware.memory_bytes or 0)
+        stays = best_only and hardware.is_cuda and size <= MAX_GPU_SNAPSHOT_SHARE * (hardware.memory_bytes or 0)
         with attempt(hardware.device):
-            return snapshot_of(self.run, True, hardware.device if stays else "cpu", best_only)
+            return build_snapshot(self.run, True, hardware.device if stays else "cpu", best_only)
         return None
 
 
-def snapshot_of(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
-    """Return the files of a checkpoint, or of the best weights, with tensors on `device`; a `copy` of their content
-    stays as it is while the training goes on."""
+def build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
+    """Return the files of a checkpoint, or of the best weights, with tensors on `device`. With `copy`, they do not
+    change while the training goes on."""
     metadata = run.data.metadata
     config = stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
@@ -245,14 +245,14 @@ def snapshot_of(run: Run, copy: bool, device: torch.device | str = "cpu", best_o
     return {
         weights: to_device(stored_weights(run.model), device, copy),
         **moments,
-        "tokenizer.json": run.data.tokenizer_file,  # not its path: the file may have changed since
+        "tokenizer.json": run.data.tokenizer_file,  # verified bytes, because the file may have changed
         "config.json": json_bytes(config),
         STATE: json_bytes(saved),
     }
 
 
 def write_config(run: Run, folder: Path) -> None:
-    """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
+    """Write the resolved configuration, with the device and process. The file marks a run folder."""
     config, values = run.config, run.resolved()
     trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}

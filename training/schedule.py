@@ -1,4 +1,4 @@
-"""How far a run is, and its learning rate: pure functions of its state and configuration."""
+"""Progress and learning rate of a run: pure functions of its state and configuration."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def cosine(decayed: float) -> float:
     return (1.0 + math.cos(math.pi * decayed)) / 2
 
 
-# The choices of `use_lr_scheduler`: the share of the decay that is done -> the factor, from 1 to 0, of the peak's
-# distance to `min_lr`. None: no decay.
+# The choices of `use_lr_scheduler`. Each maps the share of the decay that is done to a factor from 1 to 0, applied to
+# the distance between peak and `min_lr`. None: no decay.
 DECAYS: dict[str, Callable[[float], float] | None] = {
     "cosine": cosine,
     "linear": lambda decayed: 1.0 - decayed,
     "constant": None,
 }
-COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
+DEFAULT_TIMED_COOLDOWN = 0.6  # replaces a cooldown of 1 if `minutes` is set; the same as in the *_modern configs
 
 
 def progress(state: TrainState, windows: int, config: Config) -> float:
-    """Return how far a run is: 0 at its start, 1 or more at its end. `windows`: training windows of an epoch.
+    """Return the progress of a run: 0 at its start, 1 or more at its end. `windows`: training windows per epoch.
 
-    Steps, epochs and minutes each give a share, and the largest counts. Early stopping ends a run, too.
+    The largest of the shares of steps, epochs and minutes counts. Early stopping ends a run, too.
     """
     if has_stopped_early(state, config):
         return 1.0
@@ -36,8 +36,8 @@ def progress(state: TrainState, windows: int, config: Config) -> float:
 
 
 def time_progress(state: TrainState, config: Config) -> float:
-    """Return the share of `minutes` that is over; 0 without `minutes`. It is 1 when the rest of them is needed for the
-    last step, and to evaluate and save it."""
+    """Return the used share of `minutes`; 0 without `minutes`. It is 1 when the remaining time is needed for the last
+    step, its evaluation and saving."""
     if not config.minutes:
         return 0.0
     usable = 60 * config.minutes - state.ending_seconds
@@ -59,31 +59,31 @@ def learning_rate(state: TrainState, windows: int, config: Config) -> float:
     decayed = max(0, step - start) / max(1, last - 1 - start)
     if config.minutes:
         decayed = max(decayed, 1 - (1 - time_progress(state, config)) / decay_share(config))
-    if step < config.warmup_steps and decayed == 0:  # unless the minutes end within the warmup
+    if step < config.warmup_steps and decayed == 0:  # minutes may end within the warmup
         return peak
     return config.min_lr + decay(min(1.0, decayed)) * (peak - config.min_lr)
 
 
 def decay_start(steps: int, config: Config) -> int:
-    """Return the step (from 0) that the decay begins with in a run of so many steps."""
+    """Return the first step (from 0) of the decay in a run of `steps`."""
     return max(config.warmup_steps, round((1 - decay_share(config)) * steps))
 
 
 def decay_share(config: Config) -> float:
-    """Return the share of a run that decays: of its steps, or with `minutes` of its time."""
-    return COOLDOWN_OF_MINUTES if config.minutes and config.cooldown == 1 else config.cooldown
+    """Return the share of a run that decays, of its steps or, with `minutes`, of its time."""
+    return DEFAULT_TIMED_COOLDOWN if config.minutes and config.cooldown == 1 else config.cooldown
 
 
 def epoch_sequences(windows: int, config: Config) -> int:
-    """Return the sequences in an epoch: all training windows, or fewer with `max_steps_per_epoch`."""
+    """Return the sequences per epoch: all training windows, or fewer with `max_steps_per_epoch`."""
     if config.max_steps_per_epoch:
         return min(windows, config.max_steps_per_epoch * config.sequences_per_step)
     return windows
 
 
 def last_step(state: TrainState, windows: int, config: Config) -> int:
-    """Return the steps of the whole run by `max_steps` or `epochs`; `minutes` may end it before. The batch size may
-    have changed on the way."""
+    """Return the number of steps of the whole run by `max_steps` or `epochs`; `minutes` may end it earlier. The batch
+    size may have changed in between."""
     if config.max_steps:
         return config.max_steps
     if epoch_sequences(windows, config) < windows:
@@ -93,7 +93,7 @@ def last_step(state: TrainState, windows: int, config: Config) -> int:
 
 
 def steps_left(state: TrainState, windows: int, config: Config, step_seconds: float) -> int:
-    """Return the steps to the end of the run, if each takes `step_seconds`."""
+    """Return the steps left in the run, if each takes `step_seconds`."""
     if progress(state, windows, config) >= 1:
         return 0
     left = last_step(state, windows, config) - state.step
@@ -104,5 +104,5 @@ def steps_left(state: TrainState, windows: int, config: Config, step_seconds: fl
 
 
 def has_stopped_early(state: TrainState, config: Config) -> bool:
-    """Return whether evaluations in a row without a lower validation loss have ended the run."""
+    """Return whether `stop_after_worse` has ended the run."""
     return 0 < config.stop_after_worse <= state.worse

@@ -1,6 +1,6 @@
-"""Where a training stands, and the file in a checkpoint that holds it.
+"""The state of a training, and the checkpoint file that holds it.
 
-The file may come from somebody else, with hashes that match: pydantic checks every value when it is read.
+Pydantic checks every value on reading, because a checkpoint with valid hashes may come from somebody else.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from common.validation import Text, build, fields_of
 
 MAX_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
-Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # the order of an epoch is drawn from its number
+Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # seeds the order of an epoch
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(strict=True, ge=0)]
 Number = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)]
-OF_A_FILE = ConfigDict(allow_inf_nan=False)
+FINITE = ConfigDict(allow_inf_nan=False)
 
-SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
-@dataclass(config=OF_A_FILE)
+@dataclass(config=FINITE)
 class Start:
-    """An evaluation of the trained weights that a run started from."""
+    """An evaluation of the weights that a run started from."""
 
     val_loss: Number
     prompts: list[str]
     answers: list[str]
 
 
-@dataclass(config=OF_A_FILE)
+@dataclass(config=FINITE)
 class TrainState:
-    """Where a training stands. Every checkpoint holds it, and all processes have the same one."""
+    """The state of a training, saved in every checkpoint and the same in all processes."""
 
     run_id: str = Field(default_factory=lambda: uuid.uuid4().hex)  # stays the same if the folder is renamed
     step: Steps = 0
     sequences_seen: Sequences = 0
     tokens: Count = 0
-    best_val_loss: Number | None = None  # of the weights in best/
+    best_val_loss: Number | None = None  # the loss of best/
     best_step: Steps = 0
-    best_windows: Count | None = None  # validation windows of this loss
-    lowest_val_loss: Number | None = None  # up to this step; after a kill, best/ may be of a later step
+    best_windows: Count | None = None  # validation windows behind best_val_loss
+    lowest_val_loss: Number | None = None  # up to this step; after a kill, best/ may come from a later one
     worse: Steps = 0  # evaluations in a row without a lower loss
     base: Start | None = None
     evaluated_step: Steps = 0  # the last step that was evaluated
     skipped_updates: Steps = 0
-    elapsed_seconds: Seconds = 0.0  # in all sessions
-    ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving it
-    compiled: bool | None = None  # on a CPU; None: on a GPU, or no step was taken
+    elapsed_seconds: Seconds = 0.0  # over all sessions
+    ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving
+    compiled: bool | None = None  # CPU only; None on a GPU and before the first step
     resumed_from: Text | None = None  # --resume_from
-    initialized_from: Text | None = None  # the SHA-256 of the weights that it started from
+    initialized_from: Text | None = None  # SHA-256 of the initial weights
 
 
-@dataclass(config=OF_A_FILE)
+@dataclass(config=FINITE)
 class Saved:
-    """The content of a checkpoint's training_state.json: the state, and what it is the state of."""
+    """The content of a checkpoint's training_state.json."""
 
     state: TrainState
-    scaler: dict[str, Number]  # the state of the gradient scaler; empty where there is none
-    data: dict[str, Any]  # the fingerprint of the data
+    scaler: dict[str, Number]  # state of the gradient scaler; empty if there is none
+    data: dict[str, Any]  # TokenData.fingerprint
     config: dict[str, Any]
 
     @model_validator(mode="after")
     def checked(self) -> Saved:
-        if self.scaler and not self.scaler.keys() >= SCALER:
+        if self.scaler and not self.scaler.keys() >= SCALER_KEYS:
             raise ValueError("scaler is not the state of a gradient scaler")
         if self.state.evaluated_step > self.state.step:
             raise ValueError(f"evaluated_step is {self.state.evaluated_step}, after step {self.state.step}")
@@ -88,8 +88,8 @@ def read_state(checkpoint: Checkpoint) -> Saved:
     path = checkpoint.path / STATE
     if not path.exists():
         raise CheckpointError(
-            f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "
-            f"{checkpoint.path} starts a new run from them."
+            f"{checkpoint.path} holds weights but no training state (the blog's format). Start a new run from them "
+            f"with --init_from {checkpoint.path}."
         )
     read = checkpoint.training_state()
     of_state = fields_of(TrainState)
@@ -100,21 +100,21 @@ def read_state(checkpoint: Checkpoint) -> Saved:
         return build(Saved, {"state": {key: read[key] for key in of_state}, **rest})
     except ValueError as problem:
         raise CheckpointError(
-            f"{path} is not the state of a training: {problem}. "
-            f"--init_from {checkpoint.path} starts a new run from the weights."
+            f"{path} is not a valid training state: {problem}. Start a new run from the weights with --init_from "
+            f"{checkpoint.path}."
         ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Previous:
-    """What this session builds on. Its files have been verified."""
+    """The verified checkpoints that this session builds on."""
 
-    checkpoint: Checkpoint | None = None  # to continue from
+    checkpoint: Checkpoint | None = None  # the one to continue
     saved: Saved | None = None  # its training state
-    is_own: bool = True  # the checkpoint is this run's, here or in the mirror
-    init: Checkpoint | None = None  # of `init_from`, if a new run starts
+    is_own: bool = True  # the checkpoint belongs to this run
+    init: Checkpoint | None = None  # `init_from`, if a new run starts
 
     @property
     def source(self) -> Checkpoint | None:
-        """Where the weights come from."""
+        """The checkpoint that the weights come from."""
         return self.checkpoint or self.init

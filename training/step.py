@@ -15,45 +15,45 @@ from training.run import Run
 
 Batch = tuple[torch.Tensor, ...]  # what TokenData.batch returns
 MAX_SKIPS_IN_A_ROW = 5  # more skipped updates in a row stop the run
-MAX_SKIPS_IN_A_ROW_SCALED = 25  # in fp16: the gradient scaler starts at 65,536 and halves its factor at each skip
+MAX_SKIPS_IN_A_ROW_SCALED = 25  # fp16: the gradient scaler halves its factor, 65,536 at first, at each skip
 
 
 class StepResult(NamedTuple):
-    """Tensors are on the device: the host does not wait for them."""
+    """The results of a step, as tensors on the device, so that the host does not wait."""
 
-    loss: torch.Tensor  # the mean over the whole effective batch
+    loss: torch.Tensor  # mean over the whole effective batch
     grad_norm: torch.Tensor  # before clipping
-    skipped: torch.Tensor  # 1.0 if one of them is not finite, so that the update was skipped; else 0.0
-    lr: float | torch.Tensor  # AdamW's; a tensor only while the update is recorded
+    skipped: torch.Tensor  # 1.0 if loss or grad_norm is not finite, so that the update was skipped; else 0.0
+    lr: float | torch.Tensor  # AdamW's; a tensor only while recording
 
 
 def train_step(run: Run) -> StepResult:
-    """Update the model with the sequences of the next step. Each process takes its share of them, and all make the same
+    """Update the model with the sequences of the next step. Each process takes a share of them, and all make the same
     update."""
     return apply_update(run, forward_backward(run))
 
 
 def forward_backward(run: Run) -> torch.Tensor:
-    """Forward and backward of the sequences of a step. Returns their mean loss, (). If it fails, it can be done again:
-    only gradients have changed. For the same slices, dropout draws the same numbers."""
+    """Forward and backward pass of a step. Return the mean loss, (). Can be repeated if it fails, because only
+    gradients change; for the same slices, dropout draws the same numbers."""
     return accumulate(run, read_batch(run))
 
 
 def read_batch(run: Run) -> Batch:
-    """Read this process's share of the sequences of the next step."""
+    """Return this process's share of the next step's sequences."""
     first, own = parallel.own_rows(run.config.sequences_per_step)
     return run.data.batch(run.state.sequences_seen + first, own)
 
 
 def accumulate(run: Run, batch: Batch) -> torch.Tensor:
-    """Forward and backward of a batch, this process's share of a step, in micro-batches. Returns the mean loss over the
-    whole step, ().
+    """Forward and backward pass of a batch, this process's share of a step, in micro-batches. Return the mean loss over
+    the whole step, ().
 
     Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random state.
     """
     config, scaler = run.config, run.scaler
     rows = run.rows_at_once
-    if config.dropout:  # without it nothing is drawn, and seeding takes up to half a millisecond
+    if config.dropout:  # only dropout draws, and seeding takes up to half a millisecond
         torch.manual_seed(config.seed * 1_000_003 + run.state.step + (world().rank << 53))
     own = len(batch[0])
     total = torch.zeros((), device=run.data.device)
@@ -72,11 +72,11 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
 
 
 def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: int) -> list[float | torch.Tensor]:
-    """Return the weight of each micro-batch's mean loss in the mean loss of all `sequences` of a step, so that the size
-    of micro-batches does not matter. targets: (B, T), this process's; with a mask, micro-batches differ in their number
-    of targets.
+    """Return the weight of each micro-batch's mean loss in the mean loss of a step, so that the micro-batch size does
+    not matter. With a mask, micro-batches differ in their number of targets.
 
-    The weights are multiplied by the number of processes, because the all-reduce takes the mean over processes.
+    targets: (B, T), this process's share; `sequences`: of all processes. Weights include the number of processes,
+    because the all-reduce takes the mean over processes.
     """
     if not has_mask:
         own = len(targets)
@@ -86,8 +86,8 @@ def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: in
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
-    """Pad a batch of `TokenData.batch`, each (at most rows, T), to (rows, T). The added rows do not count in the mean
-    loss. So a compiled model sees one shape only."""
+    """Pad the parts of a batch, each (at most rows, T), to (rows, T), so that a compiled model sees only one shape. The
+    added rows do not count in the mean loss."""
     missing = rows - len(batch[0])
     if not missing:
         return batch
@@ -97,7 +97,7 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 
 def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
-    """Update the model by the gradients that it has, unless they or the loss are not finite."""
+    """Update the model by its gradients, unless they or the loss are not finite. Clear the gradients."""
     lr = run.learning_rate
     if run.recorded is not None:
         return run.recorded.apply_update(lr)
@@ -107,7 +107,7 @@ def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
 
 
 def compute_update(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> StepResult:
-    """`apply_update` with a learning rate that may be on the device. Keeps the gradients."""
+    """Update the model as `apply_update` does, but keep the gradients. `lr` may be on the device."""
     optimizer, scaler = run.optimizer, run.scaler
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
@@ -121,13 +121,13 @@ def compute_update(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> St
 
 
 def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-    """Return 1.0 on the device if the update must be skipped, else 0.0. The host does not wait for it."""
+    """Return 1.0 on the device if the update must be skipped, else 0.0, without waiting for it."""
     return (~torch.isfinite(loss + grad_norm)).float()
 
 
 def count_skip(skips: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-    """Count the updates skipped in all, in a row up to now, and in a row at most; (3,) -> (3,). `skipped`: whether the
-    last one was, 1.0 or 0.0. The counts stay on the device, so the host does not wait."""
+    """Update the counts of skipped updates (total, current streak, longest streak), (3,) -> (3,). `skipped`: 1.0 or
+    0.0, for the last update. Everything stays on the device, so the host does not wait."""
     total, in_a_row, longest = skips
     in_a_row = (in_a_row + 1) * skipped
     return torch.stack([total + skipped, in_a_row, torch.maximum(longest, in_a_row)])
@@ -141,11 +141,11 @@ def require_stable(run: Run) -> None:
 
 
 def diverged(run: Run, what: str) -> ConfigError:
-    """Return the error that ends a run whose training diverged."""
-    restart = "No checkpoint was saved before, so the same command starts from the beginning."
+    """Return the error for a training that diverged. `what` says how it showed."""
+    restart = "No checkpoint was saved yet, so the same command starts from the beginning."
     if run.saved_step:
-        restart = f"Checkpoints saved before are whole, and the same command continues from step {run.saved_step:,}."
+        restart = f"Saved checkpoints are intact, and the same command continues from step {run.saved_step:,}."
     return ConfigError(
-        f"The training diverged at step {run.state.step:,}: {what}. {restart} What helps, most likely first: a lower "
-        f"--learning_rate (a third of it), more --warmup_steps, a lower --grad_clip (0.5), or --precision fp32."
+        f"The training diverged at step {run.state.step:,}: {what}. {restart} Try, most promising first: a third of "
+        "the --learning_rate, more --warmup_steps, --grad_clip 0.5, or --precision fp32."
     )

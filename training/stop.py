@@ -14,46 +14,47 @@ from typing import Any
 from common.script import is_rank_0, world
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
-TWO_CLICKS_SECONDS = 2.0
-LONG_SECONDS = 1.0  # a longer step is not finished first: the machine may be gone by then
+DOUBLE_SIGNAL_SECONDS = 2.0
+LONG_STEP_SECONDS = 1.0  # a longer step is abandoned, because the machine may be gone before it ends
 
 
 class StopRequested(BaseException):
-    """Abandon what is under way, so that the state before it can be saved in time. Not an Exception, so that code which
-    handles errors, of a compiler for instance, does not catch it."""
+    """Raised to abandon what is under way, so that the state before it can be saved in time. A BaseException, because
+    code that handles errors, a compiler's for instance, must not catch it."""
 
 
 class Stop:
-    """Inside the context, signals are requests to stop. The first one sets `requested`: the loop saves and ends.
+    """A context in which signals request a stop. The first one sets `requested`, and the loop saves and ends.
 
-    The current step is finished first. If steps are long, what is `abandonable` of it is abandoned instead
-    (StopRequested, which ends here), and the state after the step before it is saved. Of several processes none
-    abandons anything: the others would wait for it in the same step. A second signal within two seconds is ignored: a
-    notebook's stop button sends two for one click. A later or a third one stops at once, without saving
-    (KeyboardInterrupt).
+    The current step is finished first. If steps are long, its `abandonable` part is abandoned instead (StopRequested,
+    which ends with the context), and the state before the step is saved. With several processes nothing is abandoned,
+    because the others would wait in the same step. A second signal within two seconds is ignored, because a notebook's
+    stop button sends two per click. A later or third one stops at once, without saving (KeyboardInterrupt).
     """
 
     def __init__(self, ends_process: bool = False) -> None:
-        """`ends_process`: the process ends after the training, as a script does. Further signals are then ignored until
-        its end, because a default handler would change its exit code."""
+        """`ends_process`: the process ends after the training. Further signals are then ignored until its end, because
+        a default handler would change the exit code."""
         self.ends_process = ends_process
         self.requested = False
         self.agreed = False  # all processes stop after this step
         self.signals = 0
         self.first_signal = 0.0
         self.message = "Stopping after this step, then saving"
-        self.began: float | None = None  # what is abandonable, if something is under way
-        self.is_long = True  # whether it took long the last time; nothing is known of the first
-        self.handlers: dict[int, Any] = {}  # of before
+        self.began: float | None = None  # time.monotonic() at the start of the abandonable part, inside one
+        self.is_long = True  # the last abandonable part took long; assumed for the first
+        self.handlers: dict[int, Any] = {}  # the handlers before
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other thread gets signals
-            numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+            numbers = [
+                number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+            ]  # ignored under nohup
             self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        is_over = self.requested or world().size > 1  # torchrun ends all processes when one has an exit code
+        is_over = self.requested or world().size > 1  # torchrun ends all processes when one exits with a code
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
         return kind is StopRequested
@@ -64,20 +65,20 @@ class Stop:
             self.requested = True
             self.first_signal = time.monotonic()
             since = None if self.began is None else time.monotonic() - self.began
-            abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_SECONDS)
+            abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_STEP_SECONDS)
             now = "Stopping now, and saving what is finished" if abandons else self.message
-            with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
+            with contextlib.suppress(OSError):  # print may be interrupted by this handler, or the terminal gone
                 if is_rank_0():
-                    os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
+                    os.write(2, f"\n{now}. Another signal after two seconds stops at once.\n".encode())
             if abandons:
                 raise StopRequested
-        elif self.signals > 2 or time.monotonic() - self.first_signal > TWO_CLICKS_SECONDS:
+        elif self.signals > 2 or time.monotonic() - self.first_signal > DOUBLE_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def abandonable(self, is_long: bool = False) -> Iterator[None]:
-        """Let a signal end what happens inside: it changes nothing that is saved. `is_long`: it takes long, so a signal
-        ends it at once. Raises StopRequested."""
+        """Let a signal abandon what happens inside, which changes nothing that is saved. `is_long`: expected to take
+        long, so a signal ends it at once. Raises StopRequested."""
         self.is_long |= is_long
         self.began = began = time.monotonic()
         try:
@@ -86,4 +87,4 @@ class Stop:
             yield
         finally:
             self.began = None
-        self.is_long = time.monotonic() - began > LONG_SECONDS
+        self.is_long = time.monotonic() - began > LONG_STEP_SECONDS

@@ -1,7 +1,7 @@
-"""A folder of checkpoints, each whole or not there: a run folder. Its mirror (mirror.py) is another.
+"""Store checkpoints in a run folder, each complete or absent. A mirror (mirror.py) is another such folder.
 
-A checkpoint is written as .tmp-NAME, and renamed when it is complete and on the disk. While one of the same name is
-there, that is .old-NAME meanwhile. What is being deleted is .old-, too.
+A checkpoint is written as .tmp-NAME, and renamed once it is complete and on the disk. An existing one of the same name
+is renamed to .old-NAME first. Folders are also renamed to .old- before they are deleted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from training.config import is_resolved
 from training.records import CONFIG, RECORDS
 from training.state import TrainState, read_state
 
-KEEP = 2  # never one: the newest may be damaged
-MARKER = "run.json"  # in a run folder: where its mirror is; in a mirror: which run it is of
+KEPT_CHECKPOINTS = 2  # not 1, because the newest may be damaged
+RUN_MARKER = "run.json"  # a run folder's names its mirror; a mirror's names its run
 DELETED_NAME = re.compile(r"[0-9a-f]{8}")  # after .old-
-COPIED_BYTES = 4 << 20  # at a time
+COPY_BLOCK_BYTES = 4 << 20
 
 
 class Store:
@@ -49,57 +49,57 @@ class Store:
 
     def __init__(self, folder: Path):
         self.dir, self.steps_dir = folder, folder / "checkpoints"
-        self.verified: set[Path] = set()  # copies that this session has found whole
+        self.verified: set[Path] = set()  # copies that this session has verified
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Keep other processes out. Raises CheckpointError if another one trains in the folder."""
+        """Lock the folder. Raises CheckpointError if another process trains in it."""
 
         def busy() -> CheckpointError:
             return CheckpointError(
-                f"{self.dir} is being trained by another process{holder(self.dir / CONFIG)}. Wait for it, stop it, or "
-                f"choose another --output_dir."
+                f"Another process{holder(self.dir / CONFIG)} is training in {self.dir}. Wait for it, stop it, or "
+                "choose another --output_dir."
             )
 
         return locked(self.dir, busy)
 
-    # What is there
+    # Listing
 
     def steps(self) -> list[Path]:
-        """Return the checkpoints, newest first. They may be damaged."""
+        """Return the checkpoints, newest first; some may be damaged."""
         return step_folders(self.steps_dir)
 
     def bests(self) -> list[Path]:
-        """Return the folders of best weights, which may be missing or damaged."""
+        """Return the folders of best weights; they may be missing or damaged."""
         return [self.dir / BEST]
 
     def records(self, name: str) -> list[Path]:
-        """Return the whole records of this name, newest first."""
+        """Return the intact records of this name, newest first."""
         return [path] if (path := self.dir / name).is_file() else []
 
     @property
     def is_empty(self) -> bool:
         return not (self.dir.is_dir() and any(self.dir.iterdir()))
 
-    # What goes in
+    # Writing
 
     def step_path(self, step: int) -> Path:
         return self.path_of(f"step_{step:08d}")
 
     def path_of(self, name: str) -> Path:
-        """Return where a checkpoint of this name is saved."""
+        """Return the path for a checkpoint of this name."""
         return (self.dir if name == BEST else self.steps_dir) / name
 
     def copies_of(self, name: str) -> list[Path]:
-        """Return where copies of a checkpoint of this name may be."""
+        """Return the paths where copies of this checkpoint may be."""
         return [self.path_of(name)]
 
-    def put(self, target: Path, fill: Callable[[Path], None]) -> None:
-        """Make the folder `target`, in place of one that is there: `fill` writes its files into a temporary folder.
-        Raises what `fill` raises, and OSError, also if the parent folder is gone; what was there is then as it was."""
+    def write_folder(self, target: Path, fill: Callable[[Path], None]) -> None:
+        """Create or replace the folder `target`; `fill` writes its files into a temporary folder. Raises what `fill`
+        raises, and OSError, also if the parent is missing; an existing folder is then unchanged."""
         temporary, replaced = (target.with_name(f".{kind}-{target.name}") for kind in ("tmp", "old"))
         try:
             self.delete(temporary)
-            temporary.mkdir()  # not its parents: where a disk was unmounted, nothing must be written
+            temporary.mkdir()  # parents are not made: they are missing if a disk is unmounted
             fill(temporary)
             sync_directory(temporary)
             if target.exists():
@@ -111,25 +111,26 @@ class Store:
         self.delete(replaced)
 
     def save(self, contents: dict[str, Content], target: Path) -> None:
-        """Write a checkpoint; best weights without their optimizer state. Raises CheckpointError (a full disk, say)."""
+        """Write a checkpoint, or best weights without optimizer state. Raises CheckpointError, on a full disk for
+        instance."""
         kept = {name: contents[name] for name in contents if target.name != BEST or name != OPTIMIZER}
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.put(target, lambda folder: write_files(folder, kept))
+            self.write_folder(target, lambda folder: write_files(folder, kept))
         except (OSError, safetensors.SafetensorError) as problem:
             is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             tensors = [tensor for content in kept.values() if isinstance(content, dict) for tensor in content.values()]
             size = sum(tensor.nbytes for tensor in tensors) / 1e6
-            remedy = f"Free some space (one takes about {size:,.0f} MB)" if is_full else "Fix that"
+            remedy = f"Free some space (a checkpoint takes about {size:,.0f} MB)" if is_full else "Fix that"
             raise CheckpointError(
-                f"{target} could not be saved: {getattr(problem, 'strerror', None) or problem}. Checkpoints saved "
-                f"before are whole. {remedy} or choose another --output_dir, then run the same command to continue."
+                f"{target} could not be saved: {getattr(problem, 'strerror', None) or problem}. Earlier checkpoints "
+                f"are intact. {remedy} or choose another --output_dir, then run the same command to continue."
             ) from problem
 
     def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
-        """Copy a checkpoint of another store, with the records of its run. Returns False if a whole copy is there, or
-        if the source makes way for a newer one in this moment. Raises OSError."""
-        files, target = files_of(source), self.path_of(name)
+        """Copy a checkpoint of another store, with the records of its run. Return False if an intact copy exists, or if
+        the source is replaced meanwhile. Raises OSError."""
+        files, target = read_own_files(source), self.path_of(name)
         if not source.exists() or any(self.is_copy(copy, files) for copy in self.copies_of(name)):
             return False
 
@@ -146,38 +147,38 @@ class Store:
                 raise OSError(f"the copy of {source.name} is damaged: {'; '.join(problems)}")
 
         try:
-            self.put(target, fill)
+            self.write_folder(target, fill)
         except OSError:
-            if files_of(source) == files:
+            if read_own_files(source) == files:
                 raise
             return False
         self.verified.add(target)
         return True
 
     def is_copy(self, copy: Path, files: dict[str, Entry]) -> bool:
-        """Return whether it is a whole copy of these files."""
-        is_whole = files.items() <= files_of(copy).items() and (copy in self.verified or not problems_of(copy))
+        """Return whether `copy` is an intact copy of these files."""
+        is_whole = files.items() <= read_own_files(copy).items() and (copy in self.verified or not problems_of(copy))
         if is_whole:
             self.verified.add(copy)
         return is_whole
 
-    def take_best(self, source: Path) -> None:
-        """Copy best weights, unless there are better ones here. Raises OSError."""
+    def copy_best(self, source: Path) -> None:
+        """Copy best weights, unless the ones here are better. Raises OSError."""
         theirs, best = read_best_state(source), self.dir / BEST
         ours = None if problems_of(best) else read_best_state(best)
         if theirs is not None and (ours is None or not is_better(ours, theirs)):
             self.copy(source, BEST)
 
-    # What goes
+    # Deleting
 
     def delete_older(self, step: int) -> None:
-        """Delete the checkpoints that are older than the newest two up to this step."""
-        for path in [path for path in self.steps() if step_of(path) <= step][KEEP:]:
+        """Delete checkpoints older than the newest two up to this step."""
+        for path in [path for path in self.steps() if step_of(path) <= step][KEPT_CHECKPOINTS:]:
             self.delete(path)
 
     def delete(self, folder: Path) -> None:
-        """Delete a checkpoint, or a part of one. It is renamed first, so nobody completes or finds it any more. A link
-        is removed, never followed. Errors are ignored: what stays costs only space."""
+        """Delete a checkpoint, complete or not. It is renamed first, so that nobody finds it any more. A link is
+        removed, never followed. Errors are ignored, because a leftover costs only space."""
         going = folder.with_name(f".old-{uuid.uuid4().hex[:8]}")
         with contextlib.suppress(OSError):
             os.replace(folder, going)
@@ -189,8 +190,8 @@ class Store:
         shutil.rmtree(folder)
 
     def quarantine_newer(self, checkpoint: Path) -> None:
-        """Rename the checkpoints from this one's step on, except itself, which are damaged: they no longer count as
-        checkpoints, and can still be examined."""
+        """Rename damaged checkpoints, which are all others from this one's step on. They no longer count as
+        checkpoints, but can still be examined."""
         for folder in self.steps():
             if step_of(folder) >= step_of(checkpoint) and folder.resolve() != checkpoint.resolve():
                 with contextlib.suppress(OSError):
@@ -199,32 +200,32 @@ class Store:
                     os.replace(folder, target)
 
     def clean_up(self) -> None:
-        """Delete what sessions left that were killed."""
+        """Delete leftovers of killed sessions."""
         for parent in (self.dir, self.steps_dir):
             for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
                 is_old, name = path.name.startswith(".old-"), path.name[len(".old-") :]
                 with contextlib.suppress(OSError):
                     if is_old and CHECKPOINT_NAME.fullmatch(name) and not path.with_name(name).exists():
-                        os.replace(path, path.with_name(name))  # killed between the two renames of `put`
+                        os.replace(path, path.with_name(name))  # killed between the two renames of `write_folder`
                     elif CHECKPOINT_NAME.fullmatch(name) or DELETED_NAME.fullmatch(name):
                         self.delete(path)
-        with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
+        with contextlib.suppress(OSError):  # missing or read-only: the first save reports it
             for path in self.dir.iterdir():
                 if is_leftover(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
 
-    # Whose it is
+    # Checks
 
     def require_ours(self, flag: str) -> None:
-        """Raise ConfigError if the folder that `flag` leads to cannot be made, or holds something else than a run."""
+        """Raise ConfigError if the folder of `flag` cannot be created, or holds files that are not a run's."""
         folder = self.dir
         existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not existing.is_dir():
             kind = "a file" if existing.exists() else "a link to nothing"
             raise ConfigError(
-                f"{folder} ({flag}) cannot be a folder, because {existing} is {kind}: choose another {flag}."
+                f"{folder} ({flag}) cannot be created, because {existing} is {kind}. Choose another {flag}."
             )
-        if not folder.exists() or (folder / MARKER).exists() or step_folders(folder / "checkpoints", folder):
+        if not folder.exists() or (folder / RUN_MARKER).exists() or step_folders(folder / "checkpoints", folder):
             return
         with contextlib.suppress(ConfigError):
             if is_resolved(read_json(folder / CONFIG, ConfigError)):
@@ -232,18 +233,18 @@ class Store:
         if others := sorted(path.name for path in folder.iterdir() if not is_leftover(path.name)):
             named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
             raise ConfigError(
-                f"{folder} ({flag}) holds files that are not a run's ({named}), and training would add its own. Choose "
-                f"a folder that is empty or does not exist yet."
+                f"{folder} ({flag}) holds other files ({named}), and training would add its own. Choose an empty or "
+                "new folder."
             )
 
     def require_movable(self) -> None:
-        """Raise ConfigError if the old run cannot be set aside because this command was started in its folder: the
-        working directory would be renamed with it, and the same command would find the old run there again."""
+        """Raise ConfigError if the working directory is in the old run. It would be renamed with the run, and the same
+        command would find the old run again."""
         absolute = self.dir.resolve()
         if not self.is_empty and Path.cwd().is_relative_to(absolute):
             raise ConfigError(
-                f"--resume never renames {absolute}, and this command was started in it. Start it from another folder "
-                f"(cd {absolute.parent}), and change relative paths to fit."
+                f"--resume never renames {absolute}, which is the current folder or its parent. Start the command from "
+                f"another folder (cd {absolute.parent}), and adjust relative paths."
             )
 
 
@@ -251,13 +252,12 @@ class Store:
 
 
 def set_aside(run: Store, mirror: Store | None, write_new: Callable[[dict[Path, Path], Path], object]) -> None:
-    """Rename an old run and its mirror, so that starting over loses nothing, and put a new run folder in its place.
-    Before, `write_new` writes into the new folder what the same command needs to go on if this process is killed here:
-    it gets the old folders with the names that they will have, and the new folder.
+    """Rename an old run and its mirror, so that starting over loses nothing, and put a new run folder in place.
 
-    Raises CheckpointError if a folder cannot be renamed.
+    `write_new` gets {old folder: its new name} and the new folder, and writes what the same command needs to continue
+    if this process is killed in between. Raises CheckpointError if a folder cannot be renamed.
     """
-    new, moves = replacing(run.dir), names_aside(run, mirror)
+    new, moves = new_run_path(run.dir), choose_names_aside(run, mirror)
     if moves:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -266,39 +266,39 @@ def set_aside(run: Store, mirror: Store | None, write_new: Callable[[dict[Path, 
 
 
 def finish_setting_aside(run: Store, mirror: Store | None) -> None:
-    """Put a new run in place, if an earlier session was killed when the old one had been set aside."""
-    if run.is_empty and (replacing(run.dir) / CONFIG).is_file():
-        put_in_place(run.dir, names_aside(mirror))
+    """Put a new run in place, if an earlier session was killed after setting the old one aside."""
+    if run.is_empty and (new_run_path(run.dir) / CONFIG).is_file():
+        put_in_place(run.dir, choose_names_aside(mirror))
 
 
-def replacing(run_dir: Path) -> Path:
-    """Return the name of a new run folder while an old one is in its place."""
+def new_run_path(run_dir: Path) -> Path:
+    """Return the temporary path of a new run folder, used while the old one is in place."""
     parent, name = os.path.split(os.path.abspath(run_dir))
     return Path(parent, f".new-{name}")
 
 
-def names_aside(*stores: Store | None) -> dict[Path, Path]:
-    """Return the names under which those that hold something will be kept."""
+def choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
+    """Return {folder: new name} for stores that are not empty."""
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
-    # Each ends in a name, because `require_movable` refuses . and .. where something is.
+    # Each has a name: `require_movable` has refused . and .. for folders that are not empty.
     there = [Path(os.path.normpath(store.dir)) for store in stores if store is not None and not store.is_empty]
     return {folder: folder.with_name(f"{folder.name}.{now}") for folder in there}
 
 
 def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
-    """Rename the old folders, then the new one to `run_dir`. Raises CheckpointError."""
+    """Rename the old folders, then the new one to `run_dir`. Raises CheckpointError if that fails."""
     for folder, aside in moves.items():
         try:
             os.replace(folder, aside)
-        except OSError as problem:  # a disk is mounted on the folder, or its disk is read-only
+        except OSError as problem:  # a mount point, or a read-only disk
             raise CheckpointError(
-                f"The run in {folder} could not be renamed to {aside} ({problem.strerror}). Choose another folder for "
-                "the new run, or leave --resume never out."
+                f"The run in {folder} could not be renamed to {aside} ({problem.strerror}). Choose another folder, or "
+                "leave --resume never out."
             ) from None
-        print(f"The run that was in {folder} is now {aside}.")
-    new, target = replacing(run_dir), os.path.normpath(run_dir)  # where run/.. is gone
+        print(f"Renamed the old run: {folder} is now {aside}.")
+    new, target = new_run_path(run_dir), os.path.normpath(run_dir)  # run/.. would not resolve once run is renamed
     with contextlib.suppress(FileNotFoundError):
-        os.rmdir(target)  # it was empty
+        os.rmdir(target)  # empty
     os.replace(new, target)
     sync_directory(new.parent)
 
@@ -307,33 +307,33 @@ def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether a killed process left this: an unfinished file of a run, as `atomic_write` names it."""
-    return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, MARKER))
+    """Return whether a name is that of an unfinished record, left by a killed `atomic_write`."""
+    return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, RUN_MARKER))
 
 
 def copy_files(paths: Iterable[Path], target: Path) -> None:
     """Copy files into a folder."""
     with contextlib.ExitStack() as stack:
-        # An open file can be read to its end, even if its folder is deleted.
+        # Open all files first: an open file stays readable if its folder is deleted.
         sources = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
         target.mkdir(exist_ok=True)
         for name, source in sources.items():
             with open(target / name, "wb") as file:
-                shutil.copyfileobj(source, file, COPIED_BYTES)
+                shutil.copyfileobj(source, file, COPY_BLOCK_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
 
 
-def files_of(checkpoint: Path) -> dict[str, Entry]:
-    """Return the files of a checkpoint by its manifest, without the records of its run; if none can be read, a name
-    that no file has."""
+def read_own_files(checkpoint: Path) -> dict[str, Entry]:
+    """Return the files of a checkpoint by its manifest, without the records of its run; if the manifest cannot be read,
+    an entry that matches no file."""
     with contextlib.suppress(CheckpointError, OSError):
         return {name: entry for name, entry in listed_files(checkpoint).items() if "/" not in name}
     return {"": Entry(0, "")}
 
 
 def read_best_state(best: Path) -> TrainState | None:
-    """Read the state saved with these best weights; None if that fails."""
+    """Read the state saved with best weights; None if that fails."""
     try:
         return read_state(Checkpoint(best)).state
     except (CheckpointError, OSError):
@@ -341,7 +341,7 @@ def read_best_state(best: Path) -> TrainState | None:
 
 
 def is_better(one: TrainState, other: TrainState) -> bool:
-    """Return whether best weights have the lower loss, or are of a later step if the losses are over other windows."""
+    """Return whether `one` has the lower loss or, if the losses are over different windows, the later step."""
     if one.best_val_loss is not None and other.best_val_loss is not None and one.best_windows == other.best_windows:
         return one.best_val_loss < other.best_val_loss
     return one.step > other.step

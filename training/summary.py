@@ -1,4 +1,4 @@
-"""The end of a run: summary.md, and what it means."""
+"""Summarize a finished run: write summary.md, print it, and judge the losses."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from generation.passages import (
 from generation.trace import TracedText, describe_share, read_training_text
 from tokenizer_base import TokenizerError
 from training.config import Forecast
-from training.evaluate import Answer, accuracy, answer_prompts, perplexity, sample
+from training.evaluate import Answer, accuracy, answer_prompts, perplexity, write_samples
 from training.memory import attempt
 from training.records import (
     CURVE,
     METRICS,
     SAMPLES_TABLE,
     SUMMARY,
-    answer_table,
+    describe_unwritable,
     read_metrics,
     read_samples,
-    unwritable,
+    render_answers,
 )
 from training.report import Report
 from training.run import Run
 from training.schedule import has_stopped_early, time_progress
 from training.state import read_state
 
-LEAST_EVALUATIONS = 3  # for a verdict
-RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
-FALLEN = 0.998  # times the loss of a few evaluations before
+MIN_EVALUATIONS = 3  # fewer give no verdict
+RISEN_RATIO = 1.005  # relative to the lowest validation loss; two seeds differ by less
+FALLEN_RATIO = 0.998  # relative to the loss a few evaluations before
 MEMORISING = "memorising"
-ONE_BYTE_EACH = 1.05  # bytes of a character, up to which bits per character would say the same
-SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
-BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
-MAX_TRACED_BYTES = 2e7  # of a text that samples are looked up in; a larger one is hardly learned by heart
-NOTICED = 0.01  # bits per byte
-LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
+ASCII_BYTES_PER_CHARACTER = 1.05  # below, bits per character would be the same as bits per byte
+MISSED_SPEED_RATIO = 1.2  # a machine slower or faster by this factor explains a missed forecast
+BUSY_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
+MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
+NOTICEABLE_BITS = 0.01  # bits per byte
+MAX_PRINTED_CHARACTERS = 80  # a model that has learned little repeats itself for hundreds
 
 
 def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
-    """Write and print the summary. `answers`: of the last evaluation, if this session made it."""
+    """Write and print the summary. `answers`: those of the last evaluation, if it was in this session."""
     answers = answers or answer_prompts(run)
-    samples = sample(run) if run.config.eval_interval and not answers else []
+    samples = write_samples(run) if run.config.eval_interval and not answers else []
     if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
-        report.samples(samples)
+        report.add_samples(samples)
     if is_rank_0():
         write_summary(run, report, answers, samples)
 
 
 def write_summary(run: Run, report: Report, answers: list[Answer], samples: list[Answer]) -> None:
-    """Write summary.md and print what matters of it. `samples` are texts that nobody asked for, in place of answers."""
+    """Write summary.md and print its facts. `samples`: texts of a run without prompts, in place of answers."""
     config, data, hardware, model, state = run.config, run.data, run.hardware, run.model, run.state
     clock = report.clock
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
@@ -78,13 +78,14 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}{early(run)}",
+        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}"
+        + describe_early_end(run),
     }
     if report.tokens_per_second:
-        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{busy(report.cpu_share)}"
+        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{describe_cpu_share(report.cpu_share)}"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"held this session for {clock.saving_seconds:.1f} s of its {duration(clock.session_seconds)}"
+    facts["Saving"] = f"took {clock.saving_seconds:.1f} s of this session's {duration(clock.session_seconds)}"
     if (units := clock.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     rows = read_metrics(run.dir)
@@ -94,23 +95,23 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if last:
         per_byte = f", {bits:.3f} bits per byte" if bits else ""
         size, characters = data.metadata.val_bytes, data.metadata.val_characters
-        if bits and size and characters and size > ONE_BYTE_EACH * characters:
+        if bits and size and characters and size > ASCII_BYTES_PER_CHARACTER * characters:
             per_byte += f" or {bits * size / characters:.3f} per character"
         facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
-    if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
+    if state.best_val_loss is not None:  # the loss of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
-    facts |= verdict(rows, evaluated, run.epoch, bool(config.companion))
+    facts |= judge_losses(rows, evaluated, run.epoch, bool(config.companion))
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
-        facts["Expected"] = compared(config.forecast, bits, report.tokens_per_second)
+        facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second)
     if config.companion and config.init_from:
         facts["Companion"] = describe_companion(run, bits)
     if state.base:
         in_bits = f" ({state.base.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
-        facts["Before"] = f"validation loss {state.base.val_loss:.4f}{in_bits}, of the weights that it started from"
+        facts["Before"] = f"validation loss {state.base.val_loss:.4f}{in_bits} of the initial weights"
     with attempt(run.hardware.device):
-        facts |= on_passages(run)
+        facts |= score_on_passages(run)
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
-        with contextlib.suppress(DataError):  # the text has been moved
+        with contextlib.suppress(DataError):  # the text may have been moved
             training_text = TracedText(read_training_text(config.values()))
             written = [each.text for each in samples]
             facts["Copied"] = describe_share([span for text in written for span in training_text.spans(text)], written)
@@ -127,21 +128,21 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     lines = [f"# {run.dir.name}", "", "| | |", "|---|---|"]
     lines += [table_row([key, cell(value)]) for key, value in facts.items()]
     if answers:
-        lines += ["", "## Answers", "", *answer_table(*columns, before)]
+        lines += ["", "## Answers", "", *render_answers(*columns, before)]
     for each in samples:
         lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
-    lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
+    lines += ["", "## Configuration", "", "Settings that differ from the defaults, and their source:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     changed = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
     lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in changed]
     try:
         with atomic_write(run.dir / SUMMARY) as file:
-            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
+            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # file names may hold any bytes
     except OSError as problem:
-        print(unwritable(run.dir / SUMMARY, problem))
+        print(describe_unwritable(run.dir / SUMMARY, problem))
 
     print()
-    for line in answer_table(*columns, before, LONGEST_PRINTED) if answers else []:
+    for line in render_answers(*columns, before, MAX_PRINTED_CHARACTERS) if answers else []:
         print(line)
     for each in samples:
         print(f"Sample: {printable(each.prompt.text)} ...{printable(each.text)}\n")
@@ -156,72 +157,72 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
 
 
 def describe_companion(run: Run, bits_per_byte: float | None) -> str:
-    """Say how much of what the run read was its companion, and whether that has helped."""
-    config, said = run.config, str(run.config.companion)
-    with contextlib.suppress(CheckpointError):  # the base is gone
+    """Describe the companion: its share of the tokens, and whether it seems to have helped."""
+    config, text = run.config, str(run.config.companion)
+    with contextlib.suppress(CheckpointError):  # the base may be gone
         base = read_state(open_checkpoint(str(config.init_from))).state
         share = base.tokens / (base.tokens + run.state.tokens)
-        said += f": {share:.0%} of all tokens read, in {duration(base.elapsed_seconds)} before this run"
+        text += f": {share:.0%} of all tokens read, in {duration(base.elapsed_seconds)} before this run"
     alone = config.forecast.alone if config.forecast else None
     if alone and bits_per_byte:
-        helped = "to have helped" if bits_per_byte < alone else "not to have helped: compare with a run without it"
-        said += f". Without it {alone:.2f} bits per byte are expected: it seems {helped}"
-    return said
+        helped = "to have helped" if bits_per_byte < alone else "not to have helped (compare with a run without it)"
+        text += f". Forecast without it: {alone:.2f} bits per byte, so it seems {helped}"
+    return text
 
 
-def early(run: Run) -> str:
-    """Say what ended the run before its `minutes` were over."""
+def describe_early_end(run: Run) -> str:
+    """Describe why the run ended before its `minutes` were over; empty if it did not."""
     config, state = run.config, run.state
     if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
         return ""
-    return f" of {config.minutes:g} minutes: --epochs {config.epochs} ended it, more of them would use the rest"
+    return f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}; with more epochs it would go on"
 
 
-def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
-    """Say what the dial expected beside what came, and why they differ."""
-    outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
-    if abs(came - forecast.bits_per_byte) <= forecast.error:
-        return f"{outcome}: within {forecast.error:.2f}, as forecast"
+def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None) -> str:
+    """Compare the loss with the dial's forecast, and explain the difference."""
+    outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {bits:.2f}"
+    if abs(bits - forecast.bits_per_byte) <= forecast.error:
+        return f"{outcome}: within the forecast's +- {forecast.error:.2f}"
     slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
-    if slower > SLOWER and came > forecast.bits_per_byte:
-        return f"{outcome}: the machine was {slower:.2g} times slower than when it was timed"
-    if slower < 1 / SLOWER and came < forecast.bits_per_byte:
-        return f"{outcome}: the machine was {1 / slower:.2g} times faster than when it was timed"
-    if came > forecast.bits_per_byte:
-        return f"{outcome}: this text is harder than most of its size"
-    return f"{outcome}: easier than most text; what is held out comes from the same books or files"
+    if slower > MISSED_SPEED_RATIO and bits > forecast.bits_per_byte:
+        return f"{outcome}: training was {slower:.2g} times slower than timed"
+    if slower < 1 / MISSED_SPEED_RATIO and bits < forecast.bits_per_byte:
+        return f"{outcome}: training was {1 / slower:.2g} times faster than timed"
+    if bits > forecast.bits_per_byte:
+        return f"{outcome}: this text is harder than most texts of its size"
+    return f"{outcome}: better than forecast, because held-out passages come from the same books or files"
 
 
-def busy(cpu_share: float) -> str:
-    if cpu_share > BUSY:
+def describe_cpu_share(cpu_share: float) -> str:
+    if cpu_share > BUSY_CPU_SHARE:
         return ""
-    return f"; other programs use this CPU, and the training computed for {cpu_share:.0%} of its time"
+    return f"; other programs use this CPU, and the training got {cpu_share:.0%} of the time"
 
 
-def verdict(
+def judge_losses(
     rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float, has_companion: bool = False
 ) -> dict[str, str]:
-    """Say what the losses mean: how far training and validation are apart, and whether more steps would help."""
+    """Judge the losses: the gap between training and validation, and whether more steps would help."""
     trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
-    if len(evaluated) < LEAST_EVALUATIONS or not trained:
+    if len(evaluated) < MIN_EVALUATIONS or not trained:
         return {}
     last, lowest = evaluated[-1], min(evaluated, key=lambda row: row["val_loss"])
     gap = last["val_loss"] - fmean(trained)
     apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
     before = evaluated[-1 - max(1, len(evaluated) // 4)]
-    if last["val_loss"] > RISEN * lowest["val_loss"]:
-        meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
-    elif last["val_loss"] < FALLEN * before["val_loss"]:
-        meaning = "still falling at the end: more time, or more text, helps"
+    if last["val_loss"] > RISEN_RATIO * lowest["val_loss"]:
+        meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}; use best/"
+    elif last["val_loss"] < FALLEN_RATIO * before["val_loss"]:
+        meaning = "still falling at the end: more time or more text would help"
     elif has_companion:
-        meaning = "level at the end: more --minutes make its base better, and so would a larger companion"
+        meaning = "level at the end: more --minutes or a larger companion would help"
     else:
-        meaning = "level at the end: more time alone brings little; more text, or a larger model, may help"
+        meaning = "level at the end: more time alone would not help much; more text or a larger model might"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
 
 
 def finished_message(run: Run) -> str:
-    """Return the message of a command that finds nothing left to train."""
+    """Return the message for a run that is already finished."""
     config, state = run.config, run.state
     if has_stopped_early(state, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
@@ -231,22 +232,22 @@ def finished_message(run: Run) -> str:
         more = f"--max_steps {state.step * 2}"
     else:
         more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
-    go_on = f"To go on, ask for more: {more}."
+    go_on = f"To continue: {more}."
     if config.companion:
-        go_on = "With more --minutes its base is trained on, and then this run starts again from it."
+        go_on = "With more --minutes, its base is trained further, and this run starts again from it."
     return (
-        f"This run is finished: step {state.step:,}, results in {config.run_dir / SUMMARY}. {go_on} To start over: "
-        "--resume never (the old run is kept aside)."
+        f"This run is finished at step {state.step:,}; see {config.run_dir / SUMMARY}. {go_on} To start over: --resume "
+        "never, which renames the old run."
     )
 
 
-# On passages that were held out
+# Held-out passages
 
 
-def on_passages(run: Run) -> dict[str, str]:
-    """Return how well a finished run does on passages that were held out: how often it knows the next sentence; and, if
-    it started from weights that had learned another text, what it has learned and forgotten. By the name of each fact;
-    {} without the token folder, or without memory for it."""
+def score_on_passages(run: Run) -> dict[str, str]:
+    """Score a finished run on held-out passages: how often it picks the right next sentence and, if it started from
+    weights trained on another text, what it has learned and forgotten. Return {name: fact}; {} if the token folder is
+    gone."""
     try:
         passages = held_out_passages(run.data.metadata)
         facts = {}
@@ -254,16 +255,16 @@ def on_passages(run: Run) -> dict[str, str]:
             log.info("Scoring    next sentences of held-out passages ...")
             guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
             facts = {"Next sentence": str(guessed)} if guessed.of else {}
-        return facts | (learned(run, passages) if run.config.init_from else {})
+        return facts | (compare_with_start(run, passages) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
         return {}
 
 
-def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
-    """Compare the weights with those that the run started from, on the held-out passages of the text that these had
-    learned, and on those that they had not. Raises CheckpointError if they, or what they had learned, are gone."""
+def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
+    """Compare the weights with the initial ones, on held-out passages of the text those were trained on, and of the new
+    text. Raises CheckpointError if the initial weights or their tokens are gone."""
     base = open_checkpoint(str(run.config.init_from))
-    if base.weights_sha256() != run.state.initialized_from:  # it was trained further
+    if base.weights_sha256() != run.state.initialized_from:  # trained further since
         return {}
     then, now = learned_text(base), run.data.metadata
     if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
@@ -278,9 +279,9 @@ def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
     for name, chosen in parts.items():
         if not chosen:
             if not run.config.companion:
-                facts[name] = "no passage of it is held out from both"
+                facts[name] = "no passage is held out from both runs"
             continue
-        log.info(f"Scoring    the {name.lower()}: {len(chosen)} held-out passages, now and before ...")
+        log.info(f"Scoring    {len(chosen)} held-out passages of the {name.lower()}, with new and initial weights ...")
         pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
         change[name] = difference(*pair)
         after, was = (total(scores).bits_per_byte for scores in pair)
@@ -291,8 +292,8 @@ def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
 
 
 def describe_learning(old: Difference, new: Difference) -> str:
-    """Say what two differences mean: after less before, in bits per byte."""
-    gain = "has learned the new text" if new.is_clear and new.mean < 0 else "has learned little of the new text"
-    if old.mean > max(NOTICED, old.error):
-        return f"it {gain}, and forgotten some of the old: more --minutes read both again"
-    return f"it {gain}, and {'reads the old one better too' if old.is_clear and old.mean < 0 else 'kept the old'}"
+    """Describe two differences (after minus before, bits per byte) in a sentence."""
+    gain = "learned the new text" if new.is_clear and new.mean < 0 else "learned little of the new text"
+    if old.mean > max(NOTICEABLE_BITS, old.error):
+        return f"it {gain} and forgot some of the old; with more --minutes both are read again"
+    return f"it {gain} and {'also improved on the old' if old.is_clear and old.mean < 0 else 'kept the old'}"

@@ -1,4 +1,4 @@
-"""What there is to learn from: how much text, how many tokens, how hard to predict."""
+"""Measure a training text: its size, its tokens, and how hard it is to predict."""
 
 from __future__ import annotations
 
@@ -23,72 +23,71 @@ from tokenizer_bpe import BPETokenizer
 from training.config import REPOSITORY, Config
 
 CJK = re.compile("[\u3000-\ud7ff]")
-CJK_LETTERS = 1.75  # letters of English that say as much as a Chinese, Japanese or Korean character
+CJK_LETTERS = 1.75  # English letters per Chinese, Japanese or Korean character of the same text
 
-ORDER = 3  # tokens that are counted together
-SMALL_VOCABULARY, LARGE_VOCABULARY = 512, 1024  # the latter for samples of LARGE_SAMPLE characters and more
-LARGE_SAMPLE = 500_000
-OTHER_VOCABULARY = 4096
-PASSAGE, HELD_OUT = 2500, 10  # characters; one passage of so many is predicted
-# Bits per letter of passages of 222 English books, by letters of the sample: a power law through 30 samples of 10,000
-# to a million, from which none is further than 6%.
+NGRAM_TOKENS = 3  # n of the longest n-grams
+SMALL_VOCABULARY, LARGE_VOCABULARY = 512, 1024
+LARGE_SAMPLE = 500_000  # characters; from here on LARGE_VOCABULARY
+RATIO_VOCABULARY = 4096
+PASSAGE_CHARACTERS, HELD_OUT_EVERY = 2500, 10  # every tenth passage is predicted
+# Bits per letter of 222 English books by letters of the sample: a power law fitted to 30 samples of 10,000 to a million
+# letters, all within 6%.
 ENGLISH_BITS, ENGLISH_POWER = 8.98, 0.103
 
 
 def count_letters(text: str) -> float:
-    """Count characters, each Chinese, Japanese or Korean one as CJK_LETTERS. In other scripts a text has about as many
-    as in English, whatever bytes they take."""
+    """Count characters, Chinese, Japanese and Korean ones as CJK_LETTERS each. In other scripts a text has about as
+    many characters as in English, whatever their bytes."""
     return len(text) + (CJK_LETTERS - 1) * len(CJK.findall(text))
 
 
-def difficulty(sample: str) -> float:
-    """Return how many bits a letter of the sample takes, as a multiple of what one of English books does.
+def measure_difficulty(sample: str) -> float:
+    """Return the bits per letter of the sample relative to English books.
 
-    Predicts a tenth of its passages from the others, so text that repeats itself, or is of one author, is easy.
+    Predicts a tenth of the passages from the others, so repetitive text, or text by one author, is easy.
     """
-    if len(sample) < 2 * HELD_OUT:
+    if len(sample) < 2 * HELD_OUT_EVERY:
         return 1.0
-    length = min(PASSAGE, max(1, len(sample) // (2 * HELD_OUT)))
+    length = min(PASSAGE_CHARACTERS, max(1, len(sample) // (2 * HELD_OUT_EVERY)))
     passages = [sample[start : start + length] for start in range(0, len(sample), length)]
-    held_out = passages[HELD_OUT // 2 :: HELD_OUT]
-    known = [passage for i, passage in enumerate(passages) if i % HELD_OUT != HELD_OUT // 2]
+    held_out = passages[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+    known = [passage for i, passage in enumerate(passages) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     size = SMALL_VOCABULARY if len(sample) < LARGE_SAMPLE else LARGE_VOCABULARY
     tokenizer = BPETokenizer.train(known, size, 2, *word_form(known))
     read, asked = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
-    bits = predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
+    bits = count_predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
     return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))
 
 
-def token_ratio(sample: str, other: str) -> float:
-    """Return how many times as many tokens a letter of either text takes with a vocabulary learned from the other, as
-    the geometric mean of both directions: 1.1 to 1.2 for two books, over 1.5 for two languages.
+def measure_token_ratio(sample: str, other: str) -> float:
+    """Return the tokens per letter with a vocabulary learned from the other text, relative to the text's own: the
+    geometric mean of both directions. 1.1 to 1.2 for two books, over 1.5 for two languages.
 
-    A vocabulary is learned from every other passage, and counted on those between.
+    A vocabulary is learned from every second passage, and tokens are counted on the others.
     """
     size, ratio = min(len(sample), len(other)), 1.0
-    length = min(PASSAGE, max(1, size // 2))
+    length = min(PASSAGE_CHARACTERS, max(1, size // 2))
     parts = [[text[start : start + length] for start in range(0, size, length)] for text in (sample, other)]
     for mine, theirs in (parts, parts[::-1]):
         known = mine[::2]
-        tokenizer = BPETokenizer.train(known, OTHER_VOCABULARY, 2, *word_form(known))
-        of_mine, of_theirs = (
+        tokenizer = BPETokenizer.train(known, RATIO_VOCABULARY, 2, *word_form(known))
+        own_rate, other_rate = (
             sum(len(tokenizer.encode(text)) for text in part[1::2]) / count_letters("".join(part[1::2]))
             for part in (mine, theirs)
         )
-        ratio *= of_theirs / of_mine
+        ratio *= other_rate / own_rate
     return math.sqrt(ratio)
 
 
-def predicted_bits(known: np.ndarray, ids: np.ndarray, vocab_size: int) -> float:
-    """Return the bits of `ids` by the counts of up to ORDER tokens in `known`, interpolated after Witten and Bell 1991.
-
-    Both are (tokens,).
+def count_predicted_bits(known: np.ndarray, ids: np.ndarray, vocab_size: int) -> float:
+    """Return the bits of `ids`, (tokens,), by the n-gram counts of `known`, (tokens,), interpolated after Witten and
+    Bell 1991.
     """
     probability = np.full(len(ids), 1 / vocab_size)
-    for length in range(1, ORDER + 1):
-        grams, counts = np.unique(endings(known, length, vocab_size), return_counts=True)
+    for length in range(1, NGRAM_TOKENS + 1):
+        grams, counts = np.unique(number_ngrams(known, length, vocab_size), return_counts=True)
         contexts, owners = np.unique(grams // vocab_size, return_inverse=True)
-        wanted = endings(ids, length, vocab_size)
+        wanted = number_ngrams(ids, length, vocab_size)
         seen = look_up(grams, counts, wanted)
         total = look_up(contexts, np.bincount(owners, counts), wanted // vocab_size)
         kinds = look_up(contexts, np.bincount(owners), wanted // vocab_size)
@@ -96,8 +95,8 @@ def predicted_bits(known: np.ndarray, ids: np.ndarray, vocab_size: int) -> float
     return float(-np.log2(probability).sum())
 
 
-def endings(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Return a number for the `length` tokens that end at each place, (tokens,) int64."""
+def number_ngrams(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+    """Return a number for the n-gram of `length` tokens that ends at each position, (tokens,) int64."""
     padded = np.concatenate([np.zeros(length - 1, np.int64), ids.astype(np.int64)])
     keys = np.zeros(len(ids), np.int64)
     for start in range(length):
@@ -106,26 +105,28 @@ def endings(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
 
 
 def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the value of each wanted key, 0 for one that is not among the sorted `keys`."""
+    """Return the value of each wanted key, 0 for keys missing from the sorted `keys`."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 
 
-EXAMPLE = "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
-EXAMPLES = REPOSITORY / "examples"
-LISTED_FILES = 3  # of those that changed
-MIN_BYTES = 2_000  # of a text
-TRAIN_SHARE = 0.9  # of the text
+BUILTIN_CONVERSATIONS = (
+    "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
+)
+EXAMPLES_DIR = REPOSITORY / "examples"
+MAX_LISTED_FILES = 3
+MIN_TEXT_BYTES = 2_000
+TRAIN_SHARE = 0.9
 SAMPLE_BYTES = 1_000_000
 HUB_SAMPLE_MB = 2.0
-ONE_BYTE_EACH = 1.1  # bytes a letter, up to which a text is mostly in Latin letters
-OTHER_ALPHABET = 0.15  # bits per letter by which the loss may be off in others
+LATIN_BYTES_PER_LETTER = 1.1  # above, a text is mostly in another script
+OTHER_ALPHABET_DOUBT = 0.15  # error of the forecast in other scripts, bits per letter
 
 
 class Vocabulary(NamedTuple):
-    max_bytes: float  # of a text that it is for: letters of three bytes take more of its ids than those of one
+    max_bytes: float  # largest text; bytes, not letters, because letters of three bytes need more ids
     size: int
-    letters_per_token: float  # of English books
+    letters_per_token: float  # English books
 
 
 VOCABULARIES = (
@@ -138,69 +139,69 @@ VOCABULARIES = (
 )
 
 
-class Text(NamedTuple):
+class TextStats(NamedTuple):
     name: str
     files: int
     bytes: int
-    letters: float  # as `count_letters` counts them
+    letters: float  # by `count_letters`
     tokens: float
     vocab_size: int
     is_chat: bool
-    difficulty: float  # how much harder it is to predict than English books
+    difficulty: float  # bits per letter relative to English books
     sample: str = ""
     is_tokenized: bool = False
 
     @property
     def doubt(self) -> float:
-        """How far the loss may be off because this is no English book, in bits per letter: by what 17 texts of 15
-        languages show (docs/benchmarks/scripts.md)."""
-        is_other_alphabet = self.bytes > ONE_BYTE_EACH * self.letters
-        return max(abs(1 - self.difficulty), OTHER_ALPHABET if is_other_alphabet else 0.0)
+        """Error of the forecast because the text is not an English book, bits per letter. From 17 texts in 15 languages
+        (docs/benchmarks/scripts.md)."""
+        is_other_alphabet = self.bytes > LATIN_BYTES_PER_LETTER * self.letters
+        return max(abs(1 - self.difficulty), OTHER_ALPHABET_DOUBT if is_other_alphabet else 0.0)
 
     @property
     def train_tokens(self) -> float:
         return TRAIN_SHARE * self.tokens
 
-    def with_vocabulary(self, vocabulary: Vocabulary) -> Text:
+    def with_vocabulary(self, vocabulary: Vocabulary) -> TextStats:
         return self._replace(tokens=self.letters / vocabulary.letters_per_token, vocab_size=vocabulary.size)
 
 
 def input_settings(config: Config) -> Settings:
-    """Return how `input` is read."""
+    """Return the settings for reading `input`."""
     assert config.input is not None
-    text = str(EXAMPLES / "conversations.txt.gz") if config.input == EXAMPLE else config.input
+    text = str(EXAMPLES_DIR / "conversations.txt.gz") if config.input == BUILTIN_CONVERSATIONS else config.input
     settings = Settings(input=(text,), text_key=config.text_key, max_mb=config.max_mb if text.startswith(HUB) else None)
     return replace(settings, format=format_of(find(settings), config.text_key))
 
 
-def vocabulary_for(text_bytes: float) -> Vocabulary:
+def choose_vocabulary(text_bytes: float) -> Vocabulary:
     return next(vocabulary for vocabulary in VOCABULARIES if text_bytes <= vocabulary.max_bytes)
 
 
-def measure_text(config: Config) -> Text:
-    """Measure how much there is to learn from, and how hard it is."""
+def measure_text(config: Config) -> TextStats:
+    """Measure the text or tokens of a configuration. Raises DataError if the text is too short."""
     if not config.input:
         return measure_tokens(config)
     settings = input_settings(config)
     found = find(settings)
     is_on_hub = config.input.startswith(HUB)
     sources = readable(find(replace(settings, max_mb=HUB_SAMPLE_MB)) if is_on_hub else found, settings).sources
-    size = round(sum(min(source.size, source.most_bytes) for source in found))  # on the hub some of it may be packed
+    size = round(sum(min(source.size, source.most_bytes) for source in found))  # on the hub, some files may be packed
     if not is_on_hub:
         size = sum(source.text_bytes for source in sources)
-    if size < MIN_BYTES:
-        raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
+    if size < MIN_TEXT_BYTES:
+        raise DataError(f"{config.input} has only {size:,} bytes of text. Training needs at least {MIN_TEXT_BYTES:,}.")
     share = max(1, SAMPLE_BYTES // len(sources))
-    sample = "".join(beginning_of(source, settings, share) for source in sources)
-    of_a_byte = 1 / max(1, len(sample.encode()))
-    letters = size * count_letters(sample) * of_a_byte
-    vocabulary = vocabulary_for(size)
+    sample = "".join(read_beginning(source, settings, share) for source in sources)
+    scale = size / max(1, len(sample.encode()))
+    letters = count_letters(sample) * scale
+    vocabulary = choose_vocabulary(size)
     tokens = letters / vocabulary.letters_per_token
     if config.is_explicit("vocab_size"):
         vocabulary = vocabulary._replace(size=config.vocab_size)
     elif config.tokenizer == "char":
-        vocabulary, tokens = Vocabulary(size, len(set(sample)), 1.0), size * len(sample) * of_a_byte
-    return Text(
+        vocabulary, tokens = Vocabulary(size, len(set(sample)), 1.0), len(sample) * scale
+    return TextStats(
         config.input,
         len(found if is_on_hub else sources),
         size,
@@ -208,13 +209,13 @@ def measure_text(config: Config) -> Text:
         tokens,
         vocabulary.size,
         settings.format == "chat",
-        difficulty(sample),
+        measure_difficulty(sample),
         sample,
     )
 
 
-def beginning_of(source: Source, settings: Settings, size: int) -> str:
-    """Return about `size` bytes of text from the beginning of a file; conversations as they stand in it."""
+def read_beginning(source: Source, settings: Settings, size: int) -> str:
+    """Return about `size` bytes of text from the beginning of a file; conversations as raw JSON."""
     if settings.format == "chat":
         blocks = islice(unpacked_blocks(source), math.ceil(size / BLOCK_BYTES))
         return b"".join(blocks)[:size].decode(errors="ignore")
@@ -226,12 +227,12 @@ def beginning_of(source: Source, settings: Settings, size: int) -> str:
     return text[:size].decode(errors="ignore")
 
 
-def measure_tokens(config: Config) -> Text:
-    """Measure tokens that are there in the same way."""
+def measure_tokens(config: Config) -> TextStats:
+    """Measure an existing token folder as `measure_text` does a text."""
     folder = Path(config.data_dir or "")
     paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)
     if len(paths) != 1:
-        raise DataError(f"{folder} holds the tokens of {len(paths)} texts; one is needed.")
+        raise DataError(f"{folder} holds {len(paths)} token files; it should hold one.")
     metadata = TokenMetadata.read(paths[0])
     bin_file = Path(config.bin_file) if config.bin_file else metadata.beside("bin_file")
     tokenizer = load_tokenizer(config.tokenizer_file or metadata.beside("tokenizer_file"))
@@ -239,7 +240,7 @@ def measure_tokens(config: Config) -> Text:
     sample = tokenizer.decode(ids)
     size = metadata.text_bytes or round(len(sample.encode()) / len(ids) * metadata.total_tokens)
     files, is_chat = max(1, len(metadata.source_files)), metadata.chat_template is not None
-    return Text(
+    return TextStats(
         str(paths[0].parent),
         files,
         size,
@@ -247,14 +248,14 @@ def measure_tokens(config: Config) -> Text:
         metadata.total_tokens,
         metadata.vocab_size,
         is_chat,
-        difficulty(sample),
+        measure_difficulty(sample),
         sample,
         is_tokenized=True,
     )
 
 
-def changes(then: TokenMetadata, now: TokenMetadata) -> str:
-    """Say which files are new, have another size or are gone, and the share of the new ones in the text."""
+def describe_changes(then: TokenMetadata, now: TokenMetadata) -> str:
+    """Describe which files are new, changed in size or gone, and the share of new and changed ones in the text."""
     before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (then, now))
     kinds = {
         "new": [name for name in after if name not in before],
@@ -262,11 +263,11 @@ def changes(then: TokenMetadata, now: TokenMetadata) -> str:
         "gone": [name for name in before if name not in after],
     }
     if not any(kinds.values()):
-        return "none is new or has another size: some of the text was edited"
-    said = [
-        f"{len(names)} {kind} ({', '.join(names[:LISTED_FILES])}{', ...' if len(names) > LISTED_FILES else ''})"
+        return "none is new or changed in size; some text was edited"
+    parts = [
+        f"{len(names)} {kind} ({', '.join(names[:MAX_LISTED_FILES])}{', ...' if len(names) > MAX_LISTED_FILES else ''})"
         for kind, names in kinds.items()
         if names
     ]
     share = sum(after[name] for name in (*kinds["new"], *kinds["changed"])) / max(1, sum(after.values()))
-    return f"{', '.join(said)}: {share:.0%} of the text is in files that are new or changed"
+    return f"{', '.join(parts)}: {share:.0%} of the text is in new or changed files"

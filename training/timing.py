@@ -1,4 +1,4 @@
-"""How fast this machine trains a model, by a few steps on random tokens."""
+"""Time a few training steps on random tokens, to learn how fast this machine trains a model."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from model import TransformerLanguageModel
 from training.compilation import compile_model
 from training.config import Config
 from training.hardware import (
-    ALL_THREADS,
+    DEFAULT_THREADS,
     Hardware,
     choose_attention,
     compile_seconds,
     detect_hardware,
     gpu_compile_seconds,
 )
-from training.memory import estimate_memory, return_freed_memory, without_memory
+from training.memory import build_on_meta, estimate_memory, return_freed_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.recorded import can_record
 
 Batch = tuple[torch.Tensor, ...]
-FEWEST_TIMED, MAX_TIMED = 3, 12
-LEAST_TOKENS = 512  # that are timed, if a sequence has as many
-TOKENIZED_PER_CORE = 3.5e6  # bytes a second: 2 GB took two cores 280 s (docs/benchmarks/README.md)
+MIN_TIMED_STEPS, MAX_TIMED_STEPS = 3, 12
+MIN_TIMED_TOKENS = 512
+TOKENIZING_BYTES_PER_SECOND = 3.5e6  # per core: 2 GB took two cores 280 s (docs/benchmarks/README.md)
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model that may be trained: its configuration, with the flags that were given, and this machine for it."""
+    """A model that may be trained: its configuration, with the user's flags, and the hardware chosen for it."""
 
     config: Config
     hardware: Hardware
-    model: TransformerLanguageModel  # without numbers
+    model: TransformerLanguageModel  # on the meta device
     is_chat: bool
-    known: dict[tuple[int, bool, bool], int] = field(default_factory=dict)  # what `memory` returned
+    known: dict[tuple[int, bool, bool], int] = field(default_factory=dict)  # cache of `memory`
 
     @cached_property
     def block_parameters(self) -> int:
@@ -53,11 +53,11 @@ class Candidate:
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of a token."""
+        """FLOPs per token."""
         return self.model.flops_per_token()
 
     def memory(self, sequences: int, rows: int, compiles: bool) -> int:
-        """Estimate the bytes of a step of so many sequences, `rows` at a time."""
+        """Estimate the bytes of memory for a step of `sequences`, `rows` at a time."""
         key = rows, sequences > rows, compiles
         if key not in self.known:
             config = replace(self.config, batch_size=sequences, gradient_accumulation_steps=1, micro_batch_size=None)
@@ -65,110 +65,112 @@ class Candidate:
         return self.known[key]
 
 
-class Timed(NamedTuple):
-    """Steps of a candidate: each an update, and passes forward and backward over micro-batches."""
+class StepTimes(NamedTuple):
+    """Times of a candidate's step: an update, and forward and backward passes over micro-batches."""
 
     update: float  # seconds
-    least: float  # seconds of a pass, however few its tokens
-    token: float  # seconds of a token of a pass
-    scatter: float = 0.0  # how far the steps were apart, a share of their time
-    cpu_share: float = 1.0  # of that time; other programs took the rest
+    least: float  # seconds of the shortest pass
+    token: float  # seconds per token of a pass
+    scatter: float = 0.0  # half of the range of step times, relative to their median
+    cpu_share: float = 1.0  # CPU time / time; other programs took the rest
 
-    def step(self, tokens: float, passes: int) -> float:
-        """Return the seconds of a step of so many tokens in so many passes."""
+    def step_seconds(self, tokens: float, passes: int) -> float:
+        """Return the seconds of a step of `tokens` in `passes` micro-batches."""
         return self.update + max(passes * self.least, tokens * self.token)
 
-    def times(self, factor: float) -> Timed:
+    def scaled(self, factor: float) -> StepTimes:
         return self._replace(update=factor * self.update, least=factor * self.least, token=factor * self.token)
 
 
 class Machine:
-    """This machine. Tests pretend others."""
+    """This machine. Tests replace it by pretended ones."""
 
     def now(self) -> float:
-        """Return the seconds on a clock."""
+        """Return the seconds of a monotonic clock."""
         return time.perf_counter()
 
     def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
         shape = config.shape(vocab_size)
         choose_attention(is_chat)
-        return Candidate(config, detect_hardware(config, shape), without_memory(config, shape), is_chat)
+        return Candidate(config, detect_hardware(config, shape), build_on_meta(config, shape), is_chat)
 
     def thread_counts(self, config: Config) -> list[int]:
-        """Return the numbers of threads to time. Beside other programs, threads that wait for each other can take many
-        times as long as one."""
+        """Return the numbers of threads to time. Beside other programs, one thread can be many times faster than
+        several that wait for each other."""
         on_cpu = pick_device(config.device if config.use_gpu else "cpu").type == "cpu"
         return (
-            sorted({ALL_THREADS, 1}, reverse=True) if on_cpu and not config.threads else [config.threads or ALL_THREADS]
+            sorted({DEFAULT_THREADS, 1}, reverse=True)
+            if on_cpu and not config.threads
+            else [config.threads or DEFAULT_THREADS]
         )
 
     def tokenizing_seconds(self, text_bytes: float) -> float:
-        """Return the seconds that learning a vocabulary and writing the tokens are expected to take."""
-        return text_bytes / TOKENIZED_PER_CORE / (os.cpu_count() or 1)
+        """Return the expected seconds to learn a vocabulary and tokenize a text."""
+        return text_bytes / TOKENIZING_BYTES_PER_SECOND / (os.cpu_count() or 1)
 
-    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
-        """Time steps of so many tokens in one pass, uncompiled, for about so many seconds. Fewer tokens than a sequence
-        are a shorter context: the time is taken to grow with its floating-point operations."""
+    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> StepTimes:
+        """Time uncompiled steps of `tokens` in one pass, for about `seconds`. Fewer tokens than a sequence are timed
+        with a shorter context, and scaled by FLOPs."""
         config, shape = candidate.config, candidate.model.config
         rows, length = max(1, int(tokens // shape.max_seq_len)), shape.max_seq_len
-        while length > tokens and length > LEAST_TOKENS:
+        while length > tokens and length > MIN_TIMED_TOKENS:
             length //= 2
         torch.set_num_threads(threads)
-        model = build(candidate)
-        passes, updates, cpu = timed(candidate, model, model, batch(candidate, rows, length), seconds)
-        shorter = without_memory(config, replace(shape, max_seq_len=length))
+        model = build_model(candidate)
+        passes, updates, cpu = time_parts(candidate, model, model, random_batch(candidate, rows, length), seconds)
+        shorter = build_on_meta(config, replace(shape, max_seq_len=length))
         token = median(passes) * candidate.flops / shorter.flops_per_token() / (rows * length)
         steps = [sum(step) for step in zip(passes, updates, strict=True)]
         scatter = (max(steps) - min(steps)) / (2 * median(steps))
-        return Timed(median(updates), 0.0, token, scatter, min(1.0, cpu / sum(steps)))
+        return StepTimes(median(updates), 0.0, token, scatter, min(1.0, cpu / sum(steps)))
 
-    def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
-        """Return the seconds that compiling is expected to take where other programs leave this share of the CPU."""
+    def expected_compile_seconds(self, candidate: Candidate, cpu_share: float) -> float:
+        """Return the expected seconds to compile. `cpu_share`: what other programs leave of the CPU."""
         if candidate.hardware.is_cuda:
             return gpu_compile_seconds()
         return compile_seconds(candidate.config.num_layers, cpu_share)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
-        """Time compiling for micro-batches of so many sequences, and then a pass over one, in seconds. The training
-        finds the compiled code in the compiler's cache."""
-        began, model = self.now(), build(candidate)
-        example = batch(candidate, rows, model.config.max_seq_len)
-        with contextlib.redirect_stdout(io.StringIO()):  # the training says it again
+        """Return the seconds to compile for micro-batches of `rows`, and of a compiled pass. The training will find the
+        code in the compiler's cache."""
+        began, model = self.now(), build_model(candidate)
+        example = random_batch(candidate, rows, model.config.max_seq_len)
+        with contextlib.redirect_stdout(io.StringIO()):  # the training prints it again
             compiled, _ = compile_model(model, candidate.hardware, example, bool(candidate.config.eval_interval))
         compiling = self.now() - began
-        passes, _, _ = timed(candidate, model, compiled, example, seconds)
+        passes, _, _ = time_parts(candidate, model, compiled, example, seconds)
         if compiled is not model:
-            torch.compiler.reset()  # it keeps the model that it compiled
+            torch.compiler.reset()  # the compiler holds on to the model
         return compiling, median(passes)
 
     def free(self, candidate: Candidate) -> None:
-        """Return the memory of what was timed."""
+        """Free the memory of timed models."""
         return_freed_memory(candidate.hardware.device)
 
 
-def build(candidate: Candidate) -> TransformerLanguageModel:
-    with candidate.hardware.device:  # random numbers take a GPU less time
+def build_model(candidate: Candidate) -> TransformerLanguageModel:
+    with candidate.hardware.device:  # a GPU draws the weights faster
         model = TransformerLanguageModel(candidate.model.config)
     model.activation_checkpointing = candidate.config.activation_checkpointing
     return model
 
 
-def batch(candidate: Candidate, rows: int, length: int) -> Batch:
-    """Make random tokens in the form of the training's."""
+def random_batch(candidate: Candidate, rows: int, length: int) -> Batch:
+    """Return a batch of random tokens, as `TokenData.batch` does: (rows, length) each."""
     shape, device = candidate.model.config, candidate.hardware.device
     inputs, targets = (torch.randint(shape.vocab_size, (rows, length), device=device) for _ in range(2))
     return (inputs, targets, torch.zeros_like(inputs)) if candidate.is_chat else (inputs, targets)
 
 
-def timed(
+def time_parts(
     candidate: Candidate,
     model: TransformerLanguageModel,
     step_model: Callable[..., torch.Tensor],
     tokens: Batch,
     seconds: float,
 ) -> tuple[list[float], list[float], float]:
-    """Time steps. Returns the seconds of their passes and of their updates, without the first, and of the CPU in all of
-    them."""
+    """Time steps for about `seconds`. Return the seconds of each pass and each update, without the first, and the CPU
+    seconds of all."""
     config, hardware = candidate.config, candidate.hardware
     optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
     apply_hyperparameters(optimizer, 0.0, config)
@@ -198,9 +200,9 @@ def timed(
         recorder.warm_up(pass_over)
         recorder.warm_up(take_update)
         optimizer.zero_grad(set_to_none=True)
-        do_pass, _ = recorder.record(pass_over)  # which writes the gradients, at each replay
+        do_pass, _ = recorder.record(pass_over)  # each replay writes the gradients
         do_update, _ = recorder.record(take_update)
-    while len(passes) < FEWEST_TIMED or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED):
+    while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()
         do_pass()
         passed = now()

@@ -1,6 +1,6 @@
-"""`--tracker`: the losses in TensorBoard, Trackio or Weights & Biases, beside metrics.jsonl.
+"""`--tracker`: log losses to TensorBoard, Trackio or Weights & Biases, beside metrics.jsonl.
 
-Trackio and wandb share their calls: init, log, finish, Table. TensorBoard gets a class that has them.
+Trackio and wandb have the same calls: init, log, finish, Table. A class gives them to TensorBoard.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from common.errors import ConfigError
 from common.output import log
 from training.config import Config
-from training.records import Sample, answer_table, finite
+from training.records import Sample, drop_missing, render_answers
 
 PROJECT = "gpt2"
 
 
 def require_tracker(config: Config) -> None:
-    """Raise ConfigError if the package of the tracker is missing."""
+    """Raise ConfigError if the tracker's package is missing."""
     if (name := config.tracker) and importlib.util.find_spec(name) is None:
-        raise ConfigError(f"--tracker {name} needs its package: pip install {name}. tools/watch.py needs none.")
+        raise ConfigError(f"--tracker {name} needs its package: pip install {name}. (tools/watch.py needs none.)")
 
 
 class Tracker:
-    """A run in a tracker. An error with it is one warning, and the training goes on without it."""
+    """A run in a tracker. An error is one warning, and the training goes on without the tracker."""
 
     def __init__(self, config: Config, run_dir: Path, run_id: str, step: int) -> None:
         self.name = config.tracker
@@ -49,9 +49,9 @@ class Tracker:
             with self.warning():
                 # An evaluation's row repeats the numbers of its step.
                 new = {key: row[key] for key in row if key != "step" and ("train_loss" in row or key[:4] == "val_")}
-                self.module.log(finite(new), step=row["step"])
+                self.module.log(drop_missing(new), step=row["step"])
 
-    def samples(self, sample: Sample) -> None:
+    def log_samples(self, sample: Sample) -> None:
         """Log the answers of an evaluation as a table."""
         if self.module:
             with self.warning():
@@ -74,19 +74,19 @@ class Tracker:
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run folder, by Trackio's and wandb's calls."""
+    """TensorBoard's event files in the run folder, with the calls of Trackio and wandb."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run_dir), purge_step=step + 1)  # hides what a killed session wrote after that
+        self.writer = SummaryWriter(str(run_dir), purge_step=step + 1)  # hides later steps of a killed session
 
     def init(self, config: dict[str, Any], **_: Any) -> None:
         self.writer.add_text("config", "".join(f"    {key}: {value}\n" for key, value in config.items()))
 
     def Table(self, columns: list[str], data: list[list[Any]]) -> str:
         prompts, answers, expected = (list(column) for column in zip(*data, strict=True))
-        return "\n".join(answer_table(prompts, answers, expected))
+        return "\n".join(render_answers(prompts, answers, expected))
 
     def log(self, values: dict[str, Any], step: int) -> None:
         for name, value in values.items():

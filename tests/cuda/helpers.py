@@ -34,7 +34,7 @@ def memory_limit(limit: int) -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hardware, "spills", lambda: False)
+            patch.setattr(hardware, "spills_to_host", lambda: False)
             yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -16,7 +16,7 @@ from common.files import atomic_write
 from common.output import byte_size, duration, table_row
 from common.script import script
 from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, Specs, Trained, dial_of, text_of, trained
-from training.companion import expect
+from training.companion import forecast_own
 from training.config import REPOSITORY
 from training.dial import Choice
 
@@ -51,8 +51,8 @@ def companion_cell(specs: Specs, minutes: float) -> str:
     own, companion = text_of(1e6), text_of(1e9)
     dial = dial_of(Pretended(specs), 1e9, minutes)
     dial.own = own
-    choice = dial.choice()
-    expected = expect(own, companion, dial.config_of(choice), choice.passes, ratio=1.1)
+    choice = dial.find_best()
+    expected = forecast_own(own, companion, dial.config_of(choice), choice.passes, ratio=1.1)
     return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {expected.loss:.2f}"
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for minutes in MINUTES:
                 machine = Pretended(specs)
                 dial = dial_of(machine, size, minutes)
-                choice = dial.choice()
+                choice = dial.find_best()
                 cells.append(cell_of(choice, trained(dial, choice, machine.clock)))
         tables.append(table_of(name, rows))
     tables += [HEAD_OF_COMPANION.rstrip(), companion_table()]

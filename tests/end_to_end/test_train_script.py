@@ -111,7 +111,7 @@ def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Ca
     more = train(run, eval_prompts=prompts, max_steps=6, eval_interval=2)
     assert more.code == 0 and more.err == ""
     for name in ("metrics.jsonl", "samples.jsonl", "samples.md"):
-        assert more.out.count(f"Warning: {run / name} cannot be brought back to step 2 (") == 1
+        assert more.out.count(f"Warning: {run / name} cannot be rewound to step 2 (") == 1
     for name in ("metrics.jsonl", "samples.jsonl", "samples.md", "summary.md"):
         assert more.out.count(f"Warning: {run / name} cannot be written (") == 1
     assert "Best " in more.out and re.search(r"\b6 steps", more.out)
@@ -246,7 +246,7 @@ def other_tokenizer(folder: Path) -> None:
         (alter_tokens, [r"tokens\.bin", "SHA-256"]),
         (edit_metadata(total_tokens=None, vocab_size=None), ["total_tokens is missing", "vocab_size is missing"]),
         (lambda folder: (folder / "tokens_metadata.json").write_text("{,}"), ["line 1, column 2"]),
-        (lambda folder: (folder / "tokens_metadata.json").unlink(), ["no token file", r"tokenize_local_bpe\.py"]),
+        (lambda folder: (folder / "tokens_metadata.json").unlink(), ["[Nn]o token file", r"tokenize_local_bpe\.py"]),
         (other_tokenizer, [r"tokenizer\.json", "SHA-256"]),
     ],
     ids=["cut", "altered", "fields", "JSON", "empty", "tokenizer"],

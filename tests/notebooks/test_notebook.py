@@ -151,7 +151,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         for step in range(1, 5):
             machine.run(step)
         told = machine.run(5)
-        assert f"{saved} is the newest" in told and f": step {stopped}" in told
+        assert f"restored {saved}" in told and f": step {stopped}" in told
         assert "exactly right" in told and "What is the capital of Egypt?" in told
         steps = [row["step"] for row in read_metrics(run)]
         assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
@@ -182,7 +182,7 @@ def test_a_text_of_ones_own(tmp_path: Path, drive: Path) -> None:
     with machine.client.setup_kernel(env=machine.environment):
         told = "".join(machine.run(step) for step in range(1, 6))
         assert told.index("Expected") < told.index("read the forecast above") < told.index("Training   ")
-        assert "--minutes 0.1" in told and "the only size that the flags leave" in told
+        assert "--minutes 0.1" in told and "the only size these flags allow" in told
         assert "Wie hei" in shown(machine.steps[4])
         assert "Once upon a time" in machine.run(7)
         machine.steps[2].source = machine.steps[2].source.replace("mine.txt", "other.txt")

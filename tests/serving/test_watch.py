@@ -23,7 +23,7 @@ from serving import watch_page
 from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
 from tools import watch
-from training.records import Sample, metrics_line, sample_line
+from training.records import Sample, format_metrics, format_sample
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 
@@ -34,7 +34,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 def write_rows(run: Path, *rows: dict[str, Any], mode: str = "w") -> None:
     with open(run / "metrics.jsonl", mode) as file:
-        file.writelines(map(metrics_line, rows))
+        file.writelines(map(format_metrics, rows))
 
 
 def write_samples(run: Path, prompts: list[str], *answers: tuple[int, str], expected: str | None = None) -> None:
@@ -43,7 +43,7 @@ def write_samples(run: Path, prompts: list[str], *answers: tuple[int, str], expe
         for step, answer in answers:
             asked = {"prompts": prompts, "expected": [expected] * len(prompts), "answers": [answer] * len(prompts)}
             judged = 0 if expected is None else len(prompts)
-            file.write(sample_line(Sample(step=step, right=(answer == expected) * judged, judged=judged, **asked)))
+            file.write(format_sample(Sample(step=step, right=(answer == expected) * judged, judged=judged, **asked)))
 
 
 def make_run(folder: Path, steps: int = 20, **settings: Any) -> Path:
@@ -84,7 +84,7 @@ def test_a_run_is_read_as_it_stands(run: Path) -> None:
 def test_half_a_line_waits(run: Path) -> None:
     reader = RunReader(run, "plain")
     reader.read()
-    line = metrics_line(row(21))
+    line = format_metrics(row(21))
     with open(run / "metrics.jsonl", "a") as file:
         file.write(line[:20])
         file.flush()

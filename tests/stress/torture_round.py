@@ -35,7 +35,7 @@ from training import (
     mirror,
     store,
 )
-from training.text import EXAMPLES
+from training.text import EXAMPLES_DIR
 
 STEPS = 60
 TEXT_BYTES = 60_000
@@ -335,7 +335,7 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
     has_two_machines = is_possible(scratch)
     if not has_two_machines:
         print("Note: this system forbids namespaces, so no second machine trains.", flush=True)
-    text.write_bytes(gzip.decompress((EXAMPLES / "conversations.txt.gz").read_bytes())[:TEXT_BYTES])
+    text.write_bytes(gzip.decompress((EXAMPLES_DIR / "conversations.txt.gz").read_bytes())[:TEXT_BYTES])
     unbroken = Round(scratch / "unbroken", moments, tally)
     started = time.monotonic()
     wait(unbroken.tokenizing(text).start(), LONGEST_SESSION)
@@ -358,7 +358,7 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
 
 def prepare_to_fork() -> None:
     """Do once what each forked session would repeat, and shorten the wait for a full disk."""
-    vars(mirror).update(LAST_ATTEMPTS_SECONDS=RETRY_SECONDS)
+    vars(mirror).update(LAST_RETRY_SECONDS=RETRY_SECONDS)
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
 

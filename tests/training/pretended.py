@@ -13,11 +13,11 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import Config, parse_config
 from training.dial import EVALUATING_SHARE, Choice, Dial
-from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, GPU_COMPILE_SECONDS, Hardware, compile_seconds
+from training.hardware import CPU_COMPILE_SAVING, CPU_DROPOUT_SLOWDOWN, GPU_COMPILE_SECONDS, Hardware, compile_seconds
 from training.law import expected_loss, useful_passes
-from training.memory import without_memory
-from training.text import TRAIN_SHARE, Text, vocabulary_for
-from training.timing import TOKENIZED_PER_CORE, Candidate, Machine, Timed
+from training.memory import build_on_meta
+from training.text import TRAIN_SHARE, TextStats, choose_vocabulary
+from training.timing import TOKENIZING_BYTES_PER_SECOND, Candidate, Machine, StepTimes
 
 
 class Specs(NamedTuple):
@@ -74,7 +74,7 @@ class Pretended(Machine):
         shape = config.shape(vocab_size)
         key = shape, device.type, self.specs.memory
         if key not in MODELS:
-            MODELS[key] = without_memory(config, shape), {}
+            MODELS[key] = build_on_meta(config, shape), {}
         model, known = MODELS[key]
         return Candidate(config, hardware, model, is_chat, known)
 
@@ -82,12 +82,12 @@ class Pretended(Machine):
         return [2]
 
     def tokenizing_seconds(self, text_bytes: float) -> float:
-        return text_bytes / TOKENIZED_PER_CORE / 2
+        return text_bytes / TOKENIZING_BYTES_PER_SECOND / 2
 
     def passes(self, shape: ModelConfig, flops: float, tokens: float, compiled: bool) -> float:
         """Seconds of a pass forward and backward over so many tokens."""
         if compiled and not self.is_gpu:
-            return (1 - CPU_COMPILE_SAVES) * self.passes(shape, flops, tokens, False)
+            return (1 - CPU_COMPILE_SAVING) * self.passes(shape, flops, tokens, False)
         moved, _, operations = COMPILED if compiled else EAGER
         in_products = tokens * flops / (self.specs.flops * shape.embed_dim / (shape.embed_dim + 256))
         bytes_moved = tokens * (shape.num_layers * shape.embed_dim * moved + 12 * shape.vocab_size)
@@ -109,14 +109,14 @@ class Pretended(Machine):
         self.peak = max(self.peak, needed)
         assert needed < self.specs.memory, "out of memory"
 
-    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
+    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> StepTimes:
         shape = candidate.model.config
         rows = max(1, int(tokens // shape.max_seq_len))
         self.require(self.memory(candidate, rows, shape.max_seq_len, False))
         update, tokens = self.update(candidate), min(tokens, rows * shape.max_seq_len)
         one = self.passes(shape, candidate.flops, tokens, False)
         self.clock += max(4 * (one + update), min(seconds, 13 * (one + update)))
-        return Timed(update, 0.0, one / tokens)
+        return StepTimes(update, 0.0, one / tokens)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
         shape = candidate.model.config
@@ -133,7 +133,7 @@ class Pretended(Machine):
         layers = candidate.model.config.num_layers
         return again * self.specs.compiling * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(layers)
 
-    def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
+    def expected_compile_seconds(self, candidate: Candidate, cpu_share: float) -> float:
         layers = candidate.config.num_layers
         return round(self.specs.compiling) * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(layers)
 
@@ -147,16 +147,16 @@ class Pretended(Machine):
             self.require(self.memory(candidate, rows, shape.max_seq_len, compiled))
         one = self.passes(shape, candidate.flops, rows * shape.max_seq_len, compiled)
         seconds = self.update(candidate) + math.ceil(sequences / rows) * one
-        return seconds * (CPU_DROPOUT_TAKES if shape.dropout and not self.is_gpu else 1.0)
+        return seconds * (CPU_DROPOUT_SLOWDOWN if shape.dropout and not self.is_gpu else 1.0)
 
 
 SIZES = (5e4, 1e6, 2e7, 1e8, 1.2e10)  # bytes of text
 MINUTES = (2, 10, 60, 600)
 
 
-def text_of(size: float) -> Text:
-    vocabulary = vocabulary_for(size)
-    return Text("a text", 1, int(size), size, size / vocabulary.letters_per_token, vocabulary.size, False, 1.0)
+def text_of(size: float) -> TextStats:
+    vocabulary = choose_vocabulary(size)
+    return TextStats("a text", 1, int(size), size, size / vocabulary.letters_per_token, vocabulary.size, False, 1.0)
 
 
 def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dial:

@@ -33,7 +33,7 @@ def finished(train: Callable, unbroken: Path, tmp_path_factory: pytest.TempPathF
     result = train(folder, init_from=unbroken, lora_rank=4)
     assert (
         result.code == 0
-        and "LoRA       rank 4 on attention, feed_forward, embeddings: 2,552 parameters train" in result.out
+        and "LoRA       rank 4 on attention, feed_forward, embeddings: 2,552 parameters are trained" in result.out
     )
     assert snapshot(unbroken) == before, "the base was changed"
     assert "17,816 parameters, 2,552 of them trained" in result.out
@@ -109,9 +109,9 @@ def test_in_bf16_and_with_activation_checkpointing(train: Callable, unbroken: Pa
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"lora_rank": 4}, "lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT"),
-        ({"lora_alpha": 8}, "lora_alpha (flag) is for --lora_rank N"),
-        ({"lora_targets": "attention"}, "lora_targets (flag) is for --lora_rank N"),
+        ({"lora_rank": 4}, "name it with --init_from CHECKPOINT"),
+        ({"lora_alpha": 8}, "lora_alpha (flag) applies only with --lora_rank N"),
+        ({"lora_targets": "attention"}, "lora_targets (flag) applies only with --lora_rank N"),
         ({"lora_rank": 4, "init_from": "a", "optimizer": "muon"}, "add --optimizer adamw"),
         ({"lora_rank": -1}, "--lora_rank is"),
         ({"lora_rank": 4, "init_from": "a", "lora_alpha": 0}, "--lora_alpha is"),
@@ -128,7 +128,7 @@ def test_flags_that_would_do_nothing_are_refused(
 
 def test_a_rank_beyond_the_models_width_is_refused(train: Callable, unbroken: Path, tmp_path: Path) -> None:
     result = train(tmp_path / "run", init_from=unbroken, lora_rank=33)
-    assert result.code == 2 and "lora_rank is 33" in result.err and "8 is usual" in result.err
+    assert result.code == 2 and "lora_rank 33" in result.err and "8 is usual" in result.err
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_base_in_the_run_that_makes_way_is_refused(train: Callable, copy_of: P
     """Its adapters would name a base that is no longer there."""
     shutil.copytree(copy_of, tmp_path / "own")
     result = train(tmp_path / "own", init_from=tmp_path / "own", lora_rank=4, resume="never")
-    assert result.code == 4 and "which --resume never sets aside with the run" in result.err
+    assert result.code == 4 and "--resume never renames" in result.err
     assert (tmp_path / "own" / "checkpoints").exists()
 
 

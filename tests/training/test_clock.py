@@ -41,7 +41,7 @@ class Machine:
         ):
             patch.setattr(module, name, self.taking(getattr(module, name), seconds))
         save_at_once(patch)
-        patch.setattr(report, "CURVE_SECONDS", 1e9)  # of this clock: it would be drawn all the time
+        patch.setattr(report, "CURVE_INTERVAL_SECONDS", 1e9)  # of this clock: it would be drawn all the time
 
     def taking(self, work: Callable[..., Any], seconds: Callable[[tuple[Any, ...]], float]) -> Callable[..., Any]:
         def moved(*args: Any) -> Any:
@@ -117,7 +117,7 @@ def test_a_text_that_is_read_before_the_time_is_over_ends_early_and_says_so(
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and steps_of(tmp_path / "run")[0] == 60
     assert require_a_fall(tmp_path / "run") == 31
-    assert re.search(r"Training .* of 10 minutes: --epochs 2 ", result.out)
+    assert re.search(r"Training .* of 10 minutes, ended by --epochs 2", result.out)
     again = train(tmp_path / "run", **flags)
     assert "This run is finished" in again.out and "--epochs 4" in again.out
     more = train(tmp_path / "run", **flags | {"epochs": 4})
@@ -153,7 +153,7 @@ def test_a_run_that_is_cut_off_goes_on_with_the_time_that_it_has_used(
 def test_a_finished_run_takes_more_minutes(machine: Machine, train: Callable, tmp_path: Path) -> None:
     assert train(tmp_path / "run", **LONG).code == 0
     finished = train(tmp_path / "run", **LONG)
-    assert finished.code == 0 and "ask for more: --minutes 20" in finished.out
+    assert finished.code == 0 and "To continue: --minutes 20" in finished.out
     began = machine.now
     assert train(tmp_path / "run", **LONG | {"minutes": 2 * MINUTES}).code == 0
     assert is_in_time(machine.now - began)
@@ -187,7 +187,7 @@ def test_a_dry_run_forecasts_the_steps_in_these_minutes(machine: Machine, train:
     result = train(tmp_path / "run", extra=("--dry_run",), **LONG)
     assert result.code == 0 and not (tmp_path / "run").exists()
     assert "Steps      at most " in result.out
-    steps = int(re.search(r"Minutes    10: about (\d+) steps, .* fit. The learning rate falls", result.out)[1])
+    steps = int(re.search(r"Minutes    10: about (\d+) steps, .* fit. The learning rate decays", result.out)[1])
     assert 140 <= steps <= 150 and f"for {steps} steps" in result.out, "of four seconds"
     short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})
     assert "the epoch fits, and the run ends early" in short.out

@@ -20,11 +20,11 @@ from tests.forked import Forked
 from tests.helpers import WORDS, run_script
 from tests.training.pretended import MACHINES, Pretended, text_of
 from tests.training.test_growth import OTHER_WORDS, write_book
-from training.companion import Expected, expect, minutes_of_own
+from training.companion import OwnForecast, forecast_own, own_minutes
 from training.config import parse_config
 from training.dial import Dial
 from training.records import CONFIG
-from training.text import Text, token_ratio
+from training.text import TextStats, measure_token_ratio
 
 # The epochs end both runs, long before their minutes.
 ALONE = ["--input", "mine.txt", "--minutes", "2", "--epochs", "1", "--num_layers", "2", "--embed_dim", "64"]
@@ -108,7 +108,9 @@ def test_a_base_serves_another_text_too(home: Path) -> None:
     before = steps_in(BASE)
     out = train("--input", "other.txt")
     assert (
-        "runs/base_books has learned books" in out and out.count("Training   steps") == 1 and steps_in(BASE) == before
+        "runs/base_books was trained on books" in out
+        and out.count("Training   steps") == 1
+        and steps_in(BASE) == before
     )
     assert settings_of(Path("runs/other"))["init_from"] == str(BASE / "best")
 
@@ -166,11 +168,11 @@ def test_a_kill_in_either_run_loses_neither(home: Path, run: str) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--config", "tiny.json"], "--companion is for --input and --minutes alone"),
-        (["--init_from", "runs/base_books"], "--companion is for --input and --minutes alone"),
-        (["--companion", "mine.txt"], "has no file that --input mine.txt does not have"),
+        (["--config", "tiny.json"], "--companion needs --input and --minutes alone"),
+        (["--init_from", "runs/base_books"], "--companion needs --input and --minutes alone"),
+        (["--companion", "mine.txt"], "--companion mine.txt is also in --input mine.txt"),
         (["--companion", "nothing"], "There is no file or folder nothing"),
-        (["--max_mb", "5"], "max_mb is for an --input that begins with hf://"),
+        (["--max_mb", "5"], "max_mb applies only to an --input that begins with hf://"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_trained(home: Path, more: list[str], said: str) -> None:
@@ -192,7 +194,7 @@ def test_a_folder_that_holds_the_base_of_another_text(home: Path) -> None:
     (home / "new").mkdir()
     write_book(home / "new" / "books" / "one.txt", OTHER_WORDS, seed=9)
     result = run_script(train_colab_mmap.main, *ALONE, "--companion", "new/books")
-    assert result.code == 2 and "runs/base_books has learned books, and not new/books" in result.err
+    assert result.code == 2 and "runs/base_books was trained on books, not on new/books" in result.err
 
 
 def test_a_base_with_another_shape_than_the_flags_ask_for(home: Path) -> None:
@@ -204,13 +206,13 @@ def test_a_companion_with_new_files_is_noticed(home: Path) -> None:
     write_book(home / "books" / "three.txt", WORDS, seed=7)
     before = steps_in(BASE)
     out = train()
-    assert "books has changed since, and this base does not learn what is new" in out and steps_in(BASE) == before
+    assert "books has changed since this base was trained" in out and steps_in(BASE) == before
 
 
 def test_a_base_that_is_trained_on_learns_new_files_too(home: Path) -> None:
     write_book(home / "books" / "three.txt", WORDS, seed=7)
     out = train("--minutes", "5", "--epochs", "2")
-    assert "the text has changed since; the old run is kept aside" in out and "Starting from the weights of" in out
+    assert "because the text has changed; the old run will be renamed" in out and "Starting from the weights of" in out
     assert "has changed since, and this base does not learn" not in out
     assert "This run is finished" in train("--minutes", "5", "--epochs", "2")
 
@@ -218,7 +220,7 @@ def test_a_base_that_is_trained_on_learns_new_files_too(home: Path) -> None:
 def test_a_run_with_another_companion_is_kept_aside_and_that_is_said_first(home: Path) -> None:
     write_book(home / "new" / "one.txt", WORDS, seed=9, characters=25_000)
     out = train("--companion", "new")
-    assert out.index("runs/mine holds a run with books. It is kept aside") < out.index("Training ")
+    assert out.index("runs/mine holds a run with books. It is renamed") < out.index("Training ")
     assert [*Path("runs").glob("mine.*")] and settings_of(OWN)["companion"] == "new"
 
 
@@ -226,13 +228,13 @@ def test_own_files_in_the_companion_are_counted(home: Path) -> None:
     shutil.copy("mine.txt", "books/three.txt")
     Path("mine.txt").unlink()
     out = train("--input", "books/three.txt", "--resume", "never")
-    assert "1 of the files are in both" in out
+    assert "1 files are in both" in out
 
 
 # What is planned
 
 
-def pretended(own: float, companion: float, minutes: float, machine: str) -> tuple[Text, Dial]:
+def pretended(own: float, companion: float, minutes: float, machine: str) -> tuple[TextStats, Dial]:
     argv = ["--input", "companion", "--minutes", str(minutes)]
     dial = Dial(argv, text_of(companion), parse_config(argv), Pretended(MACHINES[machine]))
     dial.own = text_of(own)
@@ -242,10 +244,10 @@ def pretended(own: float, companion: float, minutes: float, machine: str) -> tup
 @pytest.mark.parametrize("machine", ["T4", "A100 40 GB", "laptop"])
 def test_an_hour_is_used_for_a_megabyte_with_a_companion(machine: str) -> None:
     own, dial = pretended(1e6, 1e9, 60, machine)
-    config = dial.chosen()
-    reserved = minutes_of_own(own, config)
+    config = dial.choose_config()
+    reserved = own_minutes(own, config)
     assert 0 < reserved < 10
-    choice = dial.choice()
+    choice = dial.find_best()
     assert choice.seconds + 60 * reserved >= 50 * 60
     assert choice.seconds + 60 * reserved <= 61 * 60
 
@@ -256,7 +258,7 @@ def test_the_page_says_what_is_planned() -> None:
 
 def test_a_large_text_of_ones_own_takes_half_of_the_time_at_most() -> None:
     own, dial = pretended(1e9, 1e9, 10, "laptop")
-    assert minutes_of_own(own, dial.chosen()) == 5
+    assert own_minutes(own, dial.choose_config()) == 5
 
 
 def sample(words: list[str], seed: int, count: int = 20_000) -> str:
@@ -267,9 +269,9 @@ def test_two_texts_take_more_tokens_with_each_others_vocabulary_the_less_they_sh
     words = ["".join(random.Random(seed).choices("aeioustrnlm", k=5)) for seed in range(900)]
     other = ["".join(random.Random(seed).choices("aeiousbcdfg", k=5)) for seed in range(900)]
     own, mixed = sample(words, 1), sample(words[:300] + other, 2)
-    assert token_ratio(own, sample(words, 2)) == pytest.approx(1, abs=0.05)
-    assert 1.1 < token_ratio(own, mixed) < token_ratio(own, sample(other, 2))
-    assert token_ratio(mixed, own) == pytest.approx(token_ratio(own, mixed))
+    assert measure_token_ratio(own, sample(words, 2)) == pytest.approx(1, abs=0.05)
+    assert 1.1 < measure_token_ratio(own, mixed) < measure_token_ratio(own, sample(other, 2))
+    assert measure_token_ratio(mixed, own) == pytest.approx(measure_token_ratio(own, mixed))
 
 
 def test_a_companion_in_another_language_is_refused(home: Path) -> None:
@@ -281,9 +283,9 @@ def test_a_companion_in_another_language_is_refused(home: Path) -> None:
     assert result.code == 2 and "times as many tokens" in result.err and not Path("runs").exists()
 
 
-def expected(companion: float, ratio: float) -> Expected:
+def expected(companion: float, ratio: float) -> OwnForecast:
     config = parse_config(["--input", "a", "--minutes", "1", "--num_layers", "4", "--embed_dim", "256"])
-    return expect(text_of(1e6), text_of(companion), config, 1.0, ratio)
+    return forecast_own(text_of(1e6), text_of(companion), config, 1.0, ratio)
 
 
 def test_a_larger_companion_is_expected_to_help_more_and_one_of_another_kind_less() -> None:

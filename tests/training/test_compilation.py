@@ -20,7 +20,7 @@ from torch._inductor.async_compile import AsyncCompile
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU
-from training.compilation import CompiledParts, compile_model, forget_unfinished, uncompiled
+from training.compilation import CompiledParts, cancel_compilation, compile_model, undo_compile
 from training.records import read_metrics
 from training.stop import Stop, StopRequested
 
@@ -85,7 +85,7 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
 ) -> None:
     """In a notebook it begins in the same process, where the compiler's threads still hold what was dropped."""
     model, released = cast(TransformerLanguageModel, Sum()), threading.Event()
-    forget_unfinished()
+    cancel_compilation()
     busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
     with monkeypatch.context() as patch:
         patch.setattr(AsyncCompile, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -102,7 +102,7 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
 def test_compiling_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     model = cast(TransformerLanguageModel, Sum())
     made, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
-    assert made is model and "longer than" in failure and "continues uncompiled" in capsys.readouterr().out
+    assert made is model and "not done after" in failure and "continues uncompiled" in capsys.readouterr().out
     assert compile_model(model, COMPILING, example())[0] is not model  # nothing is left of it
 
 
@@ -111,7 +111,7 @@ def test_a_run_goes_on_as_it_was_compiled(tmp_path: Path, train: Callable) -> No
     few = {"position": "rope", "dropout": 0.0, "eval_interval": 0}
     assert "Compile    off" in train(tmp_path / "run", **few, max_steps=2).out
     result = train(tmp_path / "run", **few, max_steps=4, compile="auto")
-    assert result.code == 0 and "off: as this run began" in result.out
+    assert result.code == 0 and "off: as in the first session" in result.out
 
 
 def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp_path: Path, train: Callable) -> None:
@@ -154,7 +154,7 @@ def test_blocks_share_one_compiled_function(form: dict) -> None:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for is_compiled in (True, False):
             model.zero_grad(set_to_none=True)
-            loss = (parts if is_compiled else uncompiled(parts))(*example())
+            loss = (parts if is_compiled else undo_compile(parts))(*example())
             loss.backward()
             results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
         torch.testing.assert_close(*results)

@@ -20,7 +20,7 @@ from model_config import ModelConfig
 from tests.helpers import ROOT
 from tests.models import write_model
 from training.config import MODEL_KEYS, SCHEMA, parse_config
-from training.plan import shape_of
+from training.plan import choose_shape
 from training.resume import find_previous
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -306,7 +306,7 @@ def shape_after(words: list[str], trained: ModelConfig, folder: Path) -> ModelCo
     """The shape of a run that starts from the weights of a model."""
     write_model(folder / "weights", model=TransformerLanguageModel(trained))
     config = parse_config([*words, "--init_from", str(folder / "weights"), "--output_dir", str(folder / "run")])
-    return shape_of(config, find_previous(config, None, None))
+    return choose_shape(config, find_previous(config, None, None))
 
 
 def test_the_shape_is_that_of_trained_weights(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_the_tokenizer_and_template_come_from_the_checkpoint_alone(chats: Path, 
     ("options", "said"),
     [
         ({"max_seq_len": 4}, "max_seq_len 4 is too short for the conversations"),
-        ({"placement": "mmap"}, "--placement mmap is for text"),
+        ({"placement": "mmap"}, "--placement mmap works for text only"),
         ({"stop_after_worse": 2, "eval_interval": 0}, "--stop_after_worse needs evaluations"),
     ],
 )

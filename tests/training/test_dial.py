@@ -20,10 +20,10 @@ from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
-from training.dial import SOURCE, Dial, choose, sequences_for, settings_for
-from training.hardware import ALL_THREADS, CPU_DROPOUT_TAKES
+from training.dial import DIAL_SOURCE, Dial, choose, choose_sequences, choose_settings
+from training.hardware import CPU_DROPOUT_SLOWDOWN, DEFAULT_THREADS
 from training.text import measure_text
-from training.timing import Timed
+from training.timing import StepTimes
 
 
 @pytest.fixture
@@ -46,11 +46,13 @@ def choice(argv: list[str]) -> Config:
 def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFixture) -> None:
     config = choice(flags(book))
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said] == ["Text", "Choice", "Expected", "Reading", "Instead"]
+    assert [line.split()[0] for line in said] == ["Text", "Choice", "Expected", "Reading", "With"]
     assert "60.0 kB of text in 1 file" in said[0] and f"{config.num_layers} layers x {config.embed_dim}" in said[1]
     assert "0.1 minutes: " in said[4] and "0.4 minutes: " in said[4]
     assert config.run_dir == Path("runs/my.book") and config.vocab_size == 512 and config.optimizer == "muon"
-    assert config.sources["num_layers"] == config.sources["epochs"] == SOURCE and config.sources["minutes"] == "flag"
+    assert (
+        config.sources["num_layers"] == config.sources["epochs"] == DIAL_SOURCE and config.sources["minutes"] == "flag"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,20 +97,20 @@ def test_the_key_of_the_text_is_the_one_that_the_pre_tokenizer_takes(
     assert run_script(train_colab_mmap.main, *flags, "--text_key", "story").code == 0
 
 
-def pretended_dial(argv: list[str], all_threads: Timed, one_thread: Timed | None = None) -> Dial:
+def pretended_dial(argv: list[str], all_threads: StepTimes, one_thread: StepTimes | None = None) -> Dial:
     """One to which every candidate's step takes as long."""
     asked = parse_config(argv)
     dial = Dial(argv, measure_text(asked), asked, Pretended(MACHINES["laptop"]))
     dial.first_timed = -math.inf  # no time is left to time any
-    counts = {ALL_THREADS: all_threads} | ({0: one_thread} if one_thread else {})
+    counts = {DEFAULT_THREADS: all_threads} | ({0: one_thread} if one_thread else {})
     dial.timed = {count: {each.flops: timed for each in dial.candidates} for count, timed in counts.items()}
     return dial
 
 
 def test_the_speed_of_what_was_not_timed(book: Path) -> None:
-    dial = pretended_dial(flags(book), Timed(0.1, 0.0, 1.0))
+    dial = pretended_dial(flags(book), StepTimes(0.1, 0.0, 1.0))
     sizes = [candidate.flops for candidate in dial.candidates]
-    dial.timed = {ALL_THREADS: {sizes[1]: Timed(0.1, 0.0, 1.0), sizes[3]: Timed(0.3, 0.0, 3.0)}}
+    dial.timed = {DEFAULT_THREADS: {sizes[1]: StepTimes(0.1, 0.0, 1.0), sizes[3]: StepTimes(0.3, 0.0, 3.0)}}
     seconds = [dial.speed(candidate, False)[0].token for candidate in dial.candidates]
     assert seconds[1] == 1.0 < seconds[2] < seconds[3] == 3.0  # between
     assert seconds[0] == pytest.approx(sizes[0] / sizes[1])  # below
@@ -118,8 +120,8 @@ def test_the_speed_of_what_was_not_timed(book: Path) -> None:
 @pytest.mark.parametrize(("of_one", "is_chosen"), [(0.8e-4, True), (0.95e-4, False), (2e-4, False)])
 def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_one: float, is_chosen: bool) -> None:
     argv = flags(book, "--dropout", "0", minutes="2")
-    dial = pretended_dial(argv, Timed(0.0, 0.0, 1e-4), Timed(0.0, 0.0, of_one))
-    assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
+    dial = pretended_dial(argv, StepTimes(0.0, 0.0, 1e-4), StepTimes(0.0, 0.0, of_one))
+    assert (dial.find_best().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
 
 
 def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
@@ -131,10 +133,10 @@ def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
 
 def test_flags_count_in_what_is_forecast(book: Path) -> None:
     """A longer context or a larger step leaves fewer steps, and as many evaluations."""
-    timed = Timed(0.0, 0.0, 1e-4)
+    timed = StepTimes(0.0, 0.0, 1e-4)
     for more, of_step in (([], 256), (["--max_seq_len", "512"], 512), (["--batch_size", "32"], 32 * 128)):
         dial = pretended_dial(flags(book, "--dropout", "0", *more, minutes="0.25"), timed)
-        choice = dial.choice()
+        choice = dial.find_best()
         config = dial.config_of(choice)
         assert config.batch_size * config.max_seq_len == of_step
         assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
@@ -144,22 +146,22 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
 
 def test_on_a_cpu_dropout_takes_its_time(book: Path) -> None:
     """Timed without it, and chosen by how often the time allows the text to be read."""
-    timed, passes, dropouts = Timed(0.0, 0.0, 1e-4), [], []
+    timed, passes, dropouts = StepTimes(0.0, 0.0, 1e-4), [], []
     for minutes in (0.15, 0.18, 0.2, 0.22, 0.25):
         dial = pretended_dial(flags(book, minutes=str(minutes)), timed)
-        choice = dial.choice()
+        choice = dial.find_best()
         passes.append(choice.passes)
         dropouts.append(dial.config_of(choice).dropout)
-        of_token = 1e-4 * (CPU_DROPOUT_TAKES if dropouts[-1] else 1.0)
+        of_token = 1e-4 * (CPU_DROPOUT_SLOWDOWN if dropouts[-1] else 1.0)
         assert 1 / choice.tokens_per_second == pytest.approx(of_token) and choice.seconds <= 60 * minutes + 0.01
     assert passes == sorted(passes) and dropouts == sorted(dropouts) and {*dropouts} == {0.0, 0.1}
 
 
 def test_the_step_follows_the_length_of_the_run() -> None:
-    steps = [128 * sequences_for(10.0**power, 128) for power in range(4, 11)]
+    steps = [128 * choose_sequences(10.0**power, 128) for power in range(4, 11)]
     assert steps == sorted(steps) and steps[0] == 128 and 64_000 < steps[-1] < 300_000
-    assert sequences_for(3e6, 256) * 256 == 2048 < sequences_for(3e6, 256, busy=4000) * 256 <= 3e6 / 300
-    betas = [settings_for(256, tokens, 4)["beta2"] for tokens in (512, 2048, 20_480, 10**6)]
+    assert choose_sequences(3e6, 256) * 256 == 2048 < choose_sequences(3e6, 256, busy=4000) * 256 <= 3e6 / 300
+    betas = [choose_settings(256, tokens, 4)["beta2"] for tokens in (512, 2048, 20_480, 10**6)]
     assert betas == pytest.approx([0.9975, 0.995, 0.95, 0.95])
 
 
@@ -168,7 +170,7 @@ def test_where_minutes_are_left_it_says_what_would_help(
     book: Path, capsys: pytest.CaptureFixture, of_a_token: float, is_spare: bool
 ) -> None:
     given = flags(book, minutes="2")
-    pretended_dial(given, Timed(0.0, 0.0, of_a_token)).chosen()
+    pretended_dial(given, StepTimes(0.0, 0.0, of_a_token)).choose_config()
     lines = capsys.readouterr().out.splitlines()
     commands = [line.strip() for line in lines if line.strip().startswith("python train_colab_mmap.py")]
     assert len(commands) == is_spare
@@ -180,7 +182,7 @@ def test_where_minutes_are_left_it_says_what_would_help(
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
     config = choice(flags(book, "--embed_dim", "32", "--num_heads", "2", "--num_layers", "2", "--epochs", "3"))
     assert (config.embed_dim, config.num_layers, config.epochs) == (32, 2, 3)
-    assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == SOURCE
+    assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == DIAL_SOURCE
 
 
 @pytest.mark.parametrize(("width", "heads"), [("96", 1), ("200", 2)])
@@ -194,7 +196,7 @@ def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.
     argv = ["--data_dir", "tokens", "--minutes", "0.2", "--device", "cpu", "--compile", "off"]
     config = choice(argv)
     assert "60.0 kB of text in 1 file" in (out := capsys.readouterr().out) and f"of {vocabulary}" in out
-    assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == SOURCE
+    assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == DIAL_SOURCE
     of_text = measure_text(parse_config(flags(book)))
     assert measure_text(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
     path = Path("tokens/tokens_bpe_metadata.json")
@@ -242,7 +244,7 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
 
 def test_the_recipe_follows_the_width_and_the_passes() -> None:
     of = (128, 0.5), (256, 1), (256, 4), (512, 6), (1024, 99)
-    runs = [settings_for(width, 2048, passes) for width, passes in of]
+    runs = [choose_settings(width, 2048, passes) for width, passes in of]
     rates, dropouts = ([run[key] for run in runs] for key in ("learning_rate", "dropout"))
     assert rates == sorted(rates, reverse=True) and rates[1] == pytest.approx(2 * rates[2], rel=0.03)
     assert dropouts[:2] == [0, 0] and 0 < dropouts[3] < dropouts[4] < 0.5
@@ -256,7 +258,7 @@ def test_input_alone_names_the_dial(book: Path, capsys: pytest.CaptureFixture) -
     assert "--minutes 60" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "said"), [("", "it is empty"), ("ten bytes.", "too few to learn from")])
+@pytest.mark.parametrize(("content", "said"), [("", "it is empty"), ("ten bytes.", "at least 2,000")])
 def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
     book.write_text(content)
     with pytest.raises(DataError, match=said):

@@ -8,8 +8,8 @@ import torch
 
 from tests.docs.what_you_get import DOCUMENT, cell_of, table_of
 from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, dial_of, trained
-from training.dial import FEWEST_STEPS
-from training.timing import Candidate, Timed
+from training.dial import MIN_STEPS
+from training.timing import Candidate, StepTimes
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -20,13 +20,15 @@ def test_every_text_and_time(name: str) -> None:
         for minutes in MINUTES:
             machine, what = Pretended(MACHINES[name]), f"{size:g} bytes, {minutes} minutes"
             dial = dial_of(machine, size, minutes)
-            choice = dial.choice()
+            choice = dial.find_best()
             run = trained(dial, choice, machine.clock)
             rows.setdefault(size, []).append(cell_of(choice, run))
-            assert run.steps >= FEWEST_STEPS, what
+            assert run.steps >= MIN_STEPS, what
             assert run.seconds <= 1.03 * 60 * minutes, what
             assert run.seconds >= 0.97 * 60 * minutes or run.all_read, what
-            outcomes = [dial.outcome(each, minutes, form) for each in dial.candidates for form in dial.forms(each)]
+            outcomes = [
+                dial.forecast(each, minutes, form) for each in dial.candidates for form in dial.compile_options(each)
+            ]
             best = min(trained(dial, outcome, machine.clock).loss for outcome in outcomes)
             assert run.loss <= best + 0.02, what
             losses[size, minutes] = run.loss
@@ -47,7 +49,7 @@ class Smaller(Pretended):
 
     freed = 0
 
-    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
+    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> StepTimes:
         if candidate.model.num_parameters() > 2e7:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().time_steps(candidate, tokens, threads, seconds)
@@ -59,23 +61,23 @@ class Smaller(Pretended):
 def test_a_model_that_finds_no_memory_is_not_chosen() -> None:
     machine = Smaller(MACHINES["A100 40 GB"])
     dial = dial_of(machine, 2e7, 10)
-    assert dial_of(Pretended(machine.specs), 2e7, 10).choice().candidate.model.num_parameters() > 2e7
-    choice = dial.choice()
+    assert dial_of(Pretended(machine.specs), 2e7, 10).find_best().candidate.model.num_parameters() > 2e7
+    choice = dial.find_best()
     assert 1e7 < choice.candidate.model.num_parameters() < 2e7 and machine.freed >= len(dial.timed[2]) + 1
 
 
 def test_timing_that_takes_long_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     for minutes in (1, 60):
-        dial_of(Pretended(MACHINES["laptop"]), 1e6, minutes).choice()
+        dial_of(Pretended(MACHINES["laptop"]), 1e6, minutes).find_best()
         assert ("Timing     this machine" in caplog.text) == (minutes == 60)
 
 
 def test_on_a_gpu_a_short_run_is_not_compiled_and_a_long_one_is_as_it_was_timed() -> None:
     machine = Pretended(MACHINES["T4"])
     short, long = (dial_of(machine, 1e8, minutes) for minutes in (1, 60))
-    assert short.config_of(short.choice()).compile == "off" and not machine.compiled
-    config = long.config_of(choice := long.choice())
+    assert short.config_of(short.find_best()).compile == "off" and not machine.compiled
+    config = long.config_of(choice := long.find_best())
     shape = config.shape(long.text.vocab_size)
     assert config.compile == "auto" and machine.compiled == {(shape, choice.rows)}  # what the training will compile
-    assert dial_of(machine, 1e8, 1, "--compile", "on").choice().compiles
-    assert not dial_of(machine, 1e8, 60, "--compile", "off").choice().compiles
+    assert dial_of(machine, 1e8, 1, "--compile", "on").find_best().compiles
+    assert not dial_of(machine, 1e8, 60, "--compile", "off").find_best().compiles

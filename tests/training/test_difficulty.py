@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import ROOT
 from training.config import parse_config
-from training.text import Text, difficulty, measure_text, predicted_bits, vocabulary_for
+from training.text import TextStats, choose_vocabulary, count_predicted_bits, measure_difficulty, measure_text
 
 
 def one_by_one(known: list[int], ids: list[int], vocab_size: int) -> float:
@@ -39,7 +39,7 @@ def one_by_one(known: list[int], ids: list[int], vocab_size: int) -> float:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_counts_of_three_tokens_predict_as_in_the_paper(known: list[int], ids: list[int]) -> None:
-    said = predicted_bits(np.array(known, np.int32), np.array(ids, np.int32), 6)
+    said = count_predicted_bits(np.array(known, np.int32), np.array(ids, np.int32), 6)
     assert said == pytest.approx(one_by_one(known, ids, 6))
 
 
@@ -56,7 +56,7 @@ def test_texts_are_ordered_as_one_would() -> None:
     noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=100_000))
     words = " ".join(draw.choices(noise.split(), k=15_000))
     line = "the same line of a few words again and again\n" * 2000
-    hard = [difficulty(text) for text in (noise, words, conversations()[:100_000], line)]
+    hard = [measure_difficulty(text) for text in (noise, words, conversations()[:100_000], line)]
     assert hard == sorted(hard, reverse=True) and hard[0] > 1.5 and hard[-1] < 0.1
 
 
@@ -64,13 +64,13 @@ def test_the_script_of_a_text_makes_it_neither_easier_nor_longer(tmp_path: Path)
     """The same text in letters of three bytes: it teaches as much."""
     english = conversations()[:200_000].lower()
     hindi = english.translate(IN_HINDI)
-    assert difficulty(hindi) == pytest.approx(difficulty(english), rel=0.08)
+    assert measure_difficulty(hindi) == pytest.approx(measure_difficulty(english), rel=0.08)
 
-    def measured(text: str) -> Text:
+    def measured(text: str) -> TextStats:
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         return measure_text(parse_config(["--input", str(tmp_path / "a.txt"), "--minutes", "1"]))
 
     one, other = measured(english), measured(hindi)
     assert other.bytes > 2 * one.bytes and other.letters == pytest.approx(one.letters, rel=1e-3)
-    assert one.tokens == one.letters / vocabulary_for(one.bytes).letters_per_token
-    assert other.tokens == other.letters / vocabulary_for(other.bytes).letters_per_token
+    assert one.tokens == one.letters / choose_vocabulary(one.bytes).letters_per_token
+    assert other.tokens == other.letters / choose_vocabulary(other.bytes).letters_per_token

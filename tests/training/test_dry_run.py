@@ -22,7 +22,7 @@ from tests.helpers import CPU, estimated, full_disk, rows_of, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.hardware import Hardware
-from training.memory import MEMORY_SHARE, PROCESS_BYTES, bytes_per_token, fit_micro_batch, held_memory
+from training.memory import MEMORY_SHARE, PROCESS_BYTES, bytes_per_token, count_held_bytes, fit_micro_batch
 
 CONFIG = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
@@ -161,7 +161,7 @@ def test_what_lies_in_the_same_memory_is_counted_too() -> None:
     def held(is_cuda: bool, place: str) -> int:
         tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
         data = SimpleNamespace(tokens=tokens, placement=place)
-        return held_memory(
+        return count_held_bytes(
             data, dataclasses.replace(with_memory(None), device=torch.device("cuda" if is_cuda else "cpu"))
         )
 
@@ -243,10 +243,10 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     for line in (
         r"^Data .*4,000 tokens",
         r"^Splits .*3,600 training tokens.* 400 validation",
-        r"^Memory .*about [\d.]+ [kM]B of [\d.]+ GB .*beside it [\d.]+ [kM]B of RAM",
-        r"^Disk .*about [1-9][\d.]* kB in .*of [\d.]+ [GM]B that are free",
+        r"^Memory .*about [\d.]+ [kM]B of [\d.]+ GB .*plus [\d.]+ [kM]B of RAM",
+        r"^Disk .*about [1-9][\d.]* kB of [\d.]+ [GM]B free in ",
         r"^First loss 3\.\d\d; an untrained model has ln\(30\) = 3\.40",
-        r"^Saving .*written in [\d.]+ s and verified",
+        r"^Saving .*[\d.]+ s per checkpoint.* verified",
         r"^Evaluating .*windows",
         r"^At risk .*at most",
         r"^Speed .*s a step.* tokens/s",
@@ -261,10 +261,10 @@ def test_a_dry_run_forecasts_what_is_left(train: Callable, tmp_path: Path) -> No
     dry = ("--dry_run",)
     assert train(tmp_path / "run", max_steps=4).code == 0
     more = train(tmp_path / "run", extra=dry, max_steps=10)
-    assert more.code == 0 and "Steps      6 left of " in more.out and " for 6 steps and" in more.out
+    assert more.code == 0 and "Steps      6 left of " in more.out and " for 6 steps with" in more.out
     for max_steps in (4, 2):  # as many as were taken, and fewer
         done = train(tmp_path / "run", extra=dry, max_steps=max_steps)
-        assert done.code == 0 and "This run is finished: step 4" in done.out and "Time " not in done.out
+        assert done.code == 0 and "This run is finished at step 4" in done.out and "Time " not in done.out
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(
@@ -300,7 +300,7 @@ def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
     argv = ["--data_dir", str(tokens), *SHAPE, "--dry_run", "--checkpoint_dir", str(tmp_path / "drive" / "copies")]
     assert train_colab_mmap.main(argv) == 0
     assert re.search(
-        r"^Mirror .*can be written and read; about [1-9][\d.]* kB there", capsys.readouterr().out, re.MULTILINE
+        r"^Mirror .*can be written and read; about [1-9][\d.]* kB of", capsys.readouterr().out, re.MULTILINE
     )
     assert {path: entry for path, entry in listing(tmp_path).items() if "drive" not in path} == {
         path: entry for path, entry in before.items() if "drive" not in path
@@ -309,7 +309,7 @@ def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
 
     with full_disk("drive"):
         assert train_colab_mmap.main(argv) == 4
-    assert "cannot be written and read back (No space left" in capsys.readouterr().err
+    assert "could not be written and read back (No space left" in capsys.readouterr().err
     assert list((tmp_path / "drive").iterdir()) == []
 
 
@@ -325,7 +325,7 @@ def test_a_first_loss_that_no_untrained_model_has_is_told(
 
     monkeypatch.setattr(TransformerLanguageModel, "__init__", spoiled)
     assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run"]) == 0
-    assert "Warning: these two should be close" in capsys.readouterr().out
+    assert "Warning: these should be close" in capsys.readouterr().out
 
 
 def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:

@@ -79,19 +79,19 @@ def replaced(place: Path) -> None:
 def mirror_of(place: Path) -> Mirror:
     mirror = Mirror(place / "run", str(place / "drive"))
     mirror.store.run_id = "the run"
-    mirror.wake()
+    mirror.request_copy()
     return mirror
 
 
 def copy_old(place: Path) -> None:
     """The mirror holds the older checkpoint; then the newer one is there."""
     (place / "run/checkpoints/step_00000024").rename(place / "aside")
-    mirror_of(place).bring_up_to_date()
+    mirror_of(place).copy_new()
     (place / "aside").rename(place / "run/checkpoints/step_00000024")
 
 
 def copy_new(place: Path) -> None:
-    mirror_of(place).bring_up_to_date()
+    mirror_of(place).copy_new()
 
 
 def copied(place: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from tests.helpers import ROOT
 from training.law import (
-    BEYOND,
-    ERROR,
     MAX_LETTERS,
     MAX_PARAMETERS,
-    OURS,
+    MEASURED_ERROR,
+    MEASURED_LAW,
+    UNMEASURED_ERROR_FACTOR,
     expected_error,
     expected_loss,
     useful_passes,
@@ -34,7 +34,7 @@ def test_text_passes_and_parameters_lower_the_loss(parameters: float, letters: f
 def test_where_our_runs_end_the_laws_meet() -> None:
     for letters, passes in ((MAX_LETTERS, 1), (MAX_LETTERS / 4, 4)):
         here = expected_loss(MAX_PARAMETERS, letters, passes)
-        assert here == pytest.approx(OURS.loss(MAX_PARAMETERS, letters, passes), abs=1e-3)
+        assert here == pytest.approx(MEASURED_LAW.loss(MAX_PARAMETERS, letters, passes), abs=1e-3)
         assert here == pytest.approx(expected_loss(1.001 * MAX_PARAMETERS, 1.001 * letters, passes), abs=1e-3)
 
 
@@ -68,6 +68,6 @@ def test_nine_of_ten_public_losses_of_each_kind_of_text_are_in_the_interval() ->
     assert sum(map(len, of_text.values())) > 150
     for text, losses in of_text.items():
         difficulty = median(loss / said for said, loss in losses)
-        inside = [abs(difficulty * said - loss) <= BEYOND * ERROR for said, loss in losses]
+        inside = [abs(difficulty * said - loss) <= UNMEASURED_ERROR_FACTOR * MEASURED_ERROR for said, loss in losses]
         assert sum(inside) >= 0.9 * len(inside), text
-    assert expected_error(1e8, 1e9, 0.0) == BEYOND * ERROR > expected_error(1e6, 1e6, 0.0)
+    assert expected_error(1e8, 1e9, 0.0) == UNMEASURED_ERROR_FACTOR * MEASURED_ERROR > expected_error(1e6, 1e6, 0.0)

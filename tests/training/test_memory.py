@@ -29,7 +29,7 @@ from training import hardware as hardware_module
 from training import memory as memory_module
 from training.config import Config, parse_config
 from training.data import TokenData
-from training.memory import no_way_out
+from training.memory import describe_out_of_memory
 from training.records import CONFIG, read_metrics
 from training.run import Run
 from training.saver import Saver
@@ -85,7 +85,7 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     flags = train_flags(tmp_path / "run", **LARGE)
     result = limited(LIMIT, flags)
     assert result.returncode == 0, result.stderr
-    told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.stdout)
+    told = re.findall(r"Out of memory with (\d+) sequences at once. Repeating the batch with (\d+)", result.stdout)
     assert told and told[0][0] == "256", result.stdout
     rows = int(told[-1][1])
     assert f"--micro_batch_size {rows}" in result.stdout
@@ -213,7 +213,7 @@ def test_texts_that_never_fit_are_left_out_and_the_run_is_finished(
 ) -> None:
     monkeypatch.setattr(evaluate_module, "generate", lambda *_: out_of_memory())
     result = train(tmp_path / "run")
-    assert result.code == 0 and result.out.count("Warning: out of memory while the model wrote") == 1
+    assert result.code == 0 and result.out.count("Warning: out of memory while generating") == 1
     assert (tmp_path / "run" / "summary.md").exists()
 
 
@@ -254,7 +254,7 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
         result = train(tmp_path / "run", **flags | {"use_lr_scheduler": "constant"})
         dry = train(tmp_path / "dry", ("--dry_run",), **flags)
         given = train(tmp_path / "given", **flags, micro_batch_size=64)
-    told = "Memory     a step of 64 sequences at once would not fit: micro_batch_size 32"
+    told = "Memory     64 sequences at once would not fit: micro_batch_size 32"
     for each in (stopped, result, dry):
         assert each.code == 0, each.err
         assert each.out.count("torch.compile failed (no compiler found)") == each.out.count(told) == 1
@@ -303,7 +303,7 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
     finally:
         gc.enable()
-    assert result.code == 0 and "the same batch again with 2" in result.out, result
+    assert result.code == 0 and "Repeating the batch with 2" in result.out, result
     assert order == ["reset", "reset", "returned", "reset"]  # each attempt to compile resets first
 
 
@@ -312,7 +312,7 @@ def test_a_dry_run_gives_way_as_the_training_would(
 ) -> None:
     out_of_memory_once(monkeypatch, 1)
     result = train(tmp_path / "run", extra=("--dry_run",))
-    assert result.code == 0 and "the same batch again with 2" in result.out
+    assert result.code == 0 and "Repeating the batch with 2" in result.out
     assert not (tmp_path / "run").exists()
 
 
@@ -357,9 +357,11 @@ def test_memory_that_runs_out_in_an_update_saves_no_half_of_it(
 
 def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
-    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
+    said = describe_out_of_memory(
+        config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config)
+    )
     assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
     assert not re.search("[Rr]estart|process", said)
     monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
-    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
+    said = describe_out_of_memory(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
     assert "Other processes hold " in said and "--micro_batch_size 1" not in said

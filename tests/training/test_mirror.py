@@ -25,7 +25,7 @@ from training import mirror as mirror_module
 from training import stop
 from training import store as store_module
 from training.mirror import Mirror, MirrorStore
-from training.store import KEEP, copy_files, is_better, read_best_state
+from training.store import KEPT_CHECKPOINTS, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
 
@@ -46,16 +46,16 @@ def copied_at_once(run_dir: Path, drive: Path, run_id: str = "the run") -> Mirro
     """A session of another machine, which copies what its run folder holds."""
     session = Mirror(run_dir, str(drive))
     session.store.run_id = run_id
-    session.wake()
-    session.bring_up_to_date()
+    session.request_copy()
+    session.copy_new()
     return session
 
 
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
     """Those that have begun."""
-    begun, begin = list[Mirror](), Mirror.begin
-    monkeypatch.setattr(Mirror, "begin", lambda mirror, run_id: (begun.append(mirror), begin(mirror, run_id)))
+    begun, begin = list[Mirror](), Mirror.start
+    monkeypatch.setattr(Mirror, "start", lambda mirror, run_id: (begun.append(mirror), begin(mirror, run_id)))
     return begun
 
 
@@ -70,11 +70,11 @@ def copying(copy: Copy) -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
-        ("LONGEST_PAUSE", 0.05),
-        ("LAST_ATTEMPTS_SECONDS", 0.5),
-        ("COPY_SECONDS", 1.5),
-        ("COPY_SECONDS_IF_STOPPED", 1.5),
-        ("LAST_CALL_SECONDS", 0.1),
+        ("MAX_PAUSE_SECONDS", 0.05),
+        ("LAST_RETRY_SECONDS", 0.5),
+        ("LAST_COPY_SECONDS", 1.5),
+        ("LAST_COPY_SECONDS_IF_STOPPED", 1.5),
+        ("THREAD_JOIN_SECONDS", 0.1),
     ):
         monkeypatch.setattr(mirror_module, name, seconds)
 
@@ -91,14 +91,14 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     assert steps_of(copies)[0] == 18 and problems_of(only_best(copies)) == []
     shutil.rmtree(tmp_path / "run")
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and f"Copies     {copies}/step_00000018-" in result.out
+    assert result.code == 0 and f"restored {copies}/step_00000018-" in result.out
     assert final_weights(tmp_path / "run") == final_weights(copies) == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(checkpoint_of(copies) / "run") == measured(unbroken)
     assert "24 steps" in (checkpoint_of(copies) / "run" / "summary.md").read_text()
     assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == (
         only_best(copies) / "model.safetensors"
     ).read_bytes()
-    assert len(steps_of(copies)) == KEEP
+    assert len(steps_of(copies)) == KEPT_CHECKPOINTS
 
 
 def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
     result = train(run, **flags)
     assert result.code == 0
     assert f"Continuing from {checkpoint_of(run, 12)}" in result.out
-    assert (f"Copies     {checkpoint_of(copies, 12)} is the newest" in result.out) == (damaged == "here")
+    assert (f"restored {checkpoint_of(copies, 12)}" in result.out) == (damaged == "here")
     assert steps_of(copies)[0] == 14
 
 
@@ -204,7 +204,7 @@ def test_a_run_is_not_copied_onto_itself(dry_run: str, train: Callable, tmp_path
     (tmp_path / "drive").mkdir()
     for folder in (tmp_path / "drive" / "run", tmp_path / "drive" / ".." / "drive" / "run"):
         result = train(folder, checkpoint_dir=tmp_path / "drive", dry_run=dry_run)
-        assert result.code == 2 and "would lie in the run folder itself" in result.err, result
+        assert result.code == 2 and "into the run folder itself" in result.err, result
     assert os.listdir(tmp_path / "drive") == []
 
 
@@ -281,7 +281,7 @@ def test_a_mount_point_that_is_left_behind_gets_no_copies(
     usb.rename(away)
     usb.mkdir()
     result = train(tmp_path / "run", **flags, max_steps=6, resume=resumes)
-    assert result.code == 2 and "Mount it again" in result.err and os.listdir(usb) == []
+    assert result.code == 2 and "mount it again" in result.err and os.listdir(usb) == []
     assert steps_of(tmp_path / "run") == [3]
     shutil.rmtree(away)
     (tmp_path / "run" / "run.json").unlink()  # as the message advises for copies that were deleted
@@ -373,7 +373,7 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
 ) -> None:
     """A call that does not come back."""
     back, before = threading.Event(), set(threading.enumerate())
-    monkeypatch.setattr(stop, "LONG_SECONDS", math.inf)  # however busy the machine is
+    monkeypatch.setattr(stop, "LONG_STEP_SECONDS", math.inf)  # however busy the machine is
     if is_stopped:
         at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with copying(lambda *_: back.wait(60)):
@@ -411,7 +411,7 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
         for steps in order:
             session = Mirror(runs[steps], str(tmp_path / name))
             session.write_marker()
-            session.store.take_best(runs[steps] / "best")
+            session.store.copy_best(runs[steps] / "best")
         assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
     late.best_windows = None
     late.best_val_loss = 100.0
@@ -436,7 +436,7 @@ def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path:
         raise FileNotFoundError
 
     with copying(replaced):
-        copies.take_best(run / "best")
+        copies.copy_best(run / "best")
     assert copies.bests() == [best] and problems_of(best) == []
 
 
@@ -447,9 +447,9 @@ def test_what_is_new_after_a_request_waits_for_the_next(copy_of: Path, tmp_path:
     last = checkpoint_of(run, 24)
     last.rename(run / "later")
     mirror = Mirror(run, str(drive))
-    mirror.wake()
+    mirror.request_copy()
     (run / "later").rename(last)
-    mirror.begin("the run")
+    mirror.start("the run")
     assert mirror.request.wait(10) and steps_of(mirror.dir) == [18]
     mirror.finish()
     mirror.close()
@@ -542,7 +542,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     assert result.code == 4 and "Another session has trained this run further" in result.err
     assert "Traceback" not in result.err and steps_of(run)[0] in (12, 13, 14), "its own state was not saved"
     again = train(run, checkpoint_dir=drive)
-    assert again.code == 0 and f"Copies     {checkpoint_of(drive / 'run')} is the newest" in again.out
+    assert again.code == 0 and f"restored {checkpoint_of(drive / 'run')}" in again.out
     assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
     assert snapshot(run / "best") == snapshot(elsewhere / "best")
 
@@ -575,8 +575,8 @@ def test_a_session_that_slept_takes_nothing_away(
 
         planned[:] = [*[lambda: None] * position, overtake]
         session = Mirror(older, str(drive))
-        session.begin("the run")
-        session.wake()
+        session.start("the run")
+        session.request_copy()
         session.finish()
         session.close()
         if not theirs:

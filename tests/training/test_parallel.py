@@ -133,7 +133,7 @@ def test_two_machines_give_the_numbers_of_one_process_which_ends_what_they_began
     assert_same(run, half, 12)
     for name in ("samples.jsonl", "samples.md"):
         assert (run / name).read_bytes() == (half / name).read_bytes()
-    assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in first.stdout
+    assert "Processes  2 (gloo), each with 4 of the 8 sequences of a step" in first.stdout
     for line in ("Device  ", "Training   steps", "Saved ", "step 12: validation loss", "Talk to it"):
         assert sum(told.startswith(line) for told in first.stdout.splitlines()) == (2 if line == "Saved " else 1), line
     assert sorted(snapshot(run)) == sorted(snapshot(half))
@@ -257,7 +257,7 @@ def test_a_process_that_hangs_ends_the_job_after_the_timeout(
     _, err = reaped[0].communicate(timeout=60)
     assert 2 < time.monotonic() - began < 20
     assert reaped[0].returncode == 1
-    assert err.startswith("error: One of the 2 processes died, or the others waited 3 s for it")
+    assert err.startswith("error: One of the 2 processes died, or did not answer for 3 s")
     assert "Traceback" not in err
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_another_machine_began_is_not_begun_anew(
     reaped += trained(2, *train_flags("run", **WHOLE), folders=machines)
     told = "".join(process.communicate(timeout=60)[1] for process in reaped)  # the first that knows it prints it
     assert [process.returncode for process in reaped] == [4, 4]
-    assert "on one of the machines" in told and "--node_rank=0 on the machine that has them" in told
+    assert "on one machine" in told and "--node_rank=0 on the machine that has them" in told
     assert steps_of(machines[1] / "run") == steps_of(one) and steps_of(machines[0] / "run") == []
 
 
@@ -326,7 +326,7 @@ def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
         assert [process.returncode for process in pair] == [0, 0], (err, of_second)
         said = "failed in another process" if works[0] else "failed (no compiler found)"
         assert out.count(f"torch.compile {said}") == 1 and of_second[0] == ""
-        assert out.count("Memory     a step of 32 sequences at once would not fit: micro_batch_size 16") == 1
+        assert out.count("Memory     32 sequences at once would not fit: micro_batch_size 16") == 1
         assert_same(tmp_path / name, tmp_path / "off", 4)
 
 
@@ -335,7 +335,7 @@ def test_a_mistake_is_printed_once(train_flags: Callable, tmp_path: Path) -> Non
     flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
     ended = subprocess.run(torchrun(2, *flags), capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1 and "exitcode  : 3" in ended.stderr
-    assert ended.stderr.count("error: There is no token file in") == 1
+    assert ended.stderr.count("error: No token file in") == 1
 
 
 def test_dry_run_counts_all_processes(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
@@ -351,7 +351,7 @@ def test_dry_run_counts_all_processes(train_flags: Callable, tmp_path: Path, rea
     ("changes", "extra", "said"),
     [
         ({"batch_size": 1}, (), "torchrun started 3 processes for the 2 sequences of a step"),
-        ({}, ("--profile",), "--profile is for one process, and torchrun started 3"),
+        ({}, ("--profile",), "--profile runs in one process, and torchrun started 3"),
     ],
 )
 def test_flags_for_one_process_are_refused_with_several(
@@ -370,6 +370,6 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     shape, hardware = config.shape(10), detect_hardware(config, config.shape(10))
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
-    advice = pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command")
+    advice = pytest.raises(MemoryExhausted, match="Add --micro_batch_size 4 to the same command")
     with advice, memory_advice(config, shape, hardware, lambda: 8):
         raise MemoryError

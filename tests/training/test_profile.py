@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import CPU
 from training.hardware import Hardware
-from training.inspections import PARTS, limit
+from training.inspections import STEP_PARTS, describe_limit
 
 
 def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
@@ -22,7 +22,7 @@ def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
 def parts_of(**shares: float) -> dict[str, float]:
     """Parts of a step of one second; what is not named is computed."""
     rest = 1 - sum(shares.values())
-    return dict.fromkeys(PARTS, 0.0) | shares | {"gradients": rest}
+    return dict.fromkeys(STEP_PARTS, 0.0) | shares | {"gradients": rest}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def test_the_parts_are_printed_and_add_up(profiled) -> None:
     result, folder = profiled
     assert result.code == 0, result.err
     printed = dict(re.findall(r"^  (\w+) +(\d+\.\d+) +\d+%$", result.out, flags=re.MULTILINE))
-    assert tuple(printed) == PARTS and all(float(seconds) > 0 for seconds in printed.values())
-    total = float(re.search(r"^  in all +(\d+\.\d+) ", result.out, flags=re.MULTILINE)[1])
-    assert sum(map(float, printed.values())) == pytest.approx(total, abs=0.0001 * len(PARTS))
+    assert tuple(printed) == STEP_PARTS and all(float(seconds) > 0 for seconds in printed.values())
+    total = float(re.search(r"^  total +(\d+\.\d+) ", result.out, flags=re.MULTILINE)[1])
+    assert sum(map(float, printed.values())) == pytest.approx(total, abs=0.0001 * len(STEP_PARTS))
     assert len(re.findall(r"^Limit +\S.*\.$", result.out, flags=re.MULTILINE)) == 1
     assert re.search(r"^ *aten::\S+ +[\d.]+% +[\d.]+[mu]s", result.out, flags=re.MULTILINE)
     assert not folder.exists() and "no run was written" in result.out
@@ -70,14 +70,14 @@ def test_profiling_and_a_dry_run_exclude_each_other(train, tmp_path) -> None:
 def test_a_part_that_takes_much_is_named_with_what_to_do(
     part: str, device: str, placement: str, said: tuple[str, ...]
 ) -> None:
-    sentence = limit(parts_of(**{part: 0.4}), fast_hardware(device), placement)
+    sentence = describe_limit(parts_of(**{part: 0.4}), fast_hardware(device), placement)
     assert "40%" in sentence and all(words in sentence for words in said), sentence
 
 
 def test_what_is_off_is_suggested_before_smaller_models() -> None:
     for hardware, said in (
-        (fast_hardware("cuda", precision="fp32"), "--precision on auto"),
+        (fast_hardware("cuda", precision="fp32"), "leave --precision out"),
         (fast_hardware("cuda", compiles=False), "--compile on"),
         (fast_hardware("cuda"), "smaller model"),
     ):
-        assert said in limit(parts_of(), hardware, "gpu")
+        assert said in describe_limit(parts_of(), hardware, "gpu")

@@ -27,7 +27,7 @@ from training.records import read_metrics, read_samples, rewind
 from training.report import Report
 from training.run import Prompt, Run
 from training.step import StepResult
-from training.summary import compared
+from training.summary import compare_with_forecast
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -69,7 +69,7 @@ def report(tmp_path: Path, hardware: Hardware) -> Report:
 
 def samples_at(report: Report, step: int, answers: list[Answer]) -> None:
     report.run.state.step = step
-    report.samples(answers)
+    report.add_samples(answers)
 
 
 def take_step(report: Report) -> None:
@@ -100,14 +100,14 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
 
 def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
     take_step(report)
-    report.write(report.measured(RESULT) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    report.write(report.measure(RESULT) | {"val_loss": 2.0, "val_bits_per_byte": None})
     (row,) = read_metrics(tmp_path)
     assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
     assert row["train_loss"] == 2.5
 
     paid = report_of(tmp_path, dataclasses.replace(hardware, peak_flops=1e12), 3600.0, units_per_hour=8.0)
     take_step(paid)
-    row = paid.measured(RESULT)
+    row = paid.measure(RESULT)
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * paid.run.model.flops_per_token() / 1e12)
     assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
     assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
@@ -127,7 +127,7 @@ def test_speed_leaves_out_what_happens_while_paused(
         now[0] += 1000.0
         if fails:
             raise MemoryError
-    row = report.measured(RESULT)
+    row = report.measure(RESULT)
     assert row["ms_per_step"] == pytest.approx(500.0)
     assert row["tokens_per_second"] == pytest.approx(1024.0)
 
@@ -142,7 +142,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
     for step in range(1, 101):
         clock_now[0] += 1.0
         report.run.state.step = step
-        report.progress({"step": step, **row})
+        report.update_progress({"step": step, **row})
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert 100 / report_module.LOG_LINE_SECONDS <= len(lines) <= 100 / report_module.LOG_LINE_SECONDS + 2
@@ -178,7 +178,7 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
 ) -> None:
     report.write({"step": 1, "train_loss": 2.0})
     report.write({"step": 2, "train_loss": 1.0, "val_loss": 1.5})
-    report.curve()
+    report.update_curve()
     drawn = (tmp_path / "loss_curve.png").read_bytes()
     assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
     assert capsys.readouterr().out == ""
@@ -187,13 +187,13 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
         raise RuntimeError("no fonts here")
 
     monkeypatch.setattr(report_module, "draw_curve", fail)
-    report.curve()
+    report.update_curve()
     assert "no fonts here" in capsys.readouterr().out
     monkeypatch.undo()
     with open(tmp_path / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 3, "train_lo{"step": 4}\n')
     report.write({"step": 5, "train_loss": 0.5})
-    report.curve()
+    report.update_curve()
     assert capsys.readouterr().out == ""
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 5]  # without the torn line
     assert (tmp_path / "loss_curve.png").read_bytes() != drawn
@@ -202,13 +202,13 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
 def test_what_was_expected_is_compared_with_what_came() -> None:
     forecast = Forecast(2.02, 0.06, 6000.0)
     for came, speed, said in (
-        (2.05, 5000, "got 2.05: within 0.06, as forecast"),
-        (2.48, 1000, "got 2.48: the machine was 6 times slower than when it was timed"),
-        (1.90, 12_000, "got 1.90: the machine was 2 times faster"),
+        (2.05, 5000, "got 2.05: within the forecast"),
+        (2.48, 1000, "got 2.48: training was 6 times slower"),
+        (1.90, 12_000, "got 1.90: training was 2 times faster"),
         (2.48, 6000, "got 2.48: this text is harder"),
-        (1.90, 1000, "got 1.90: easier than most text"),
+        (1.90, 1000, "got 1.90: better than forecast"),
     ):
-        assert said in compared(forecast, came, speed)
+        assert said in compare_with_forecast(forecast, came, speed)
 
 
 def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(

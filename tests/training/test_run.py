@@ -34,7 +34,7 @@ from training import evaluate, stop
 from training.data import TokenData
 from training.records import read_metrics
 from training.saver import Saver
-from training.store import KEEP
+from training.store import KEPT_CHECKPOINTS
 
 # Resuming exactly
 
@@ -125,18 +125,18 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
 @pytest.fixture
 def finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in hand, however busy the machine is; and clicks come within moments."""
-    monkeypatch.setattr(stop, "LONG_SECONDS", math.inf)
-    monkeypatch.setattr(stop, "TWO_CLICKS_SECONDS", 60.0)
+    monkeypatch.setattr(stop, "LONG_STEP_SECONDS", math.inf)
+    monkeypatch.setattr(stop, "DOUBLE_SIGNAL_SECONDS", 60.0)
 
 
 @pytest.fixture
 def given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in hand, however fast the machine is."""
-    monkeypatch.setattr(stop, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "LONG_STEP_SECONDS", 0.0)
 
 
 def pause() -> None:
-    stop.TWO_CLICKS_SECONDS = 0.0
+    stop.DOUBLE_SIGNAL_SECONDS = 0.0
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_signal_saves_and_the_same_command_finishes(
 
 
 def no_step_is_long() -> None:
-    stop.LONG_SECONDS = math.inf
+    stop.LONG_STEP_SECONDS = math.inf
 
 
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_folder_that_cannot_be_one_is_told_with_what_is_in_the_way(
     for way, kind in (("file", "a file"), ("file/x", "a file"), ("link", "a link"), ("link/x/y", "a link")):
         folders = {"output_dir": tmp_path / "run", flag: tmp_path / way}
         result = train(**folders, dry_run=dry_run)
-        assert result.code == 2 and f"({'--' + flag}) cannot be a folder" in result.err, result
+        assert result.code == 2 and f"({'--' + flag}) cannot be created" in result.err, result
         assert f"because {tmp_path / way.partition('/')[0]} is {kind}" in result.err and result.err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
@@ -816,7 +816,7 @@ def test_each_interval_saves_and_zero_is_off(
         expected = [next(row["step"] for row in rows if row["epoch"] >= 1), 26]
         assert 0 < expected[0] < 26
     assert saved_steps == expected
-    assert len(steps_of(tmp_path / "run")) == min(KEEP, len(expected))
+    assert len(steps_of(tmp_path / "run")) == min(KEPT_CHECKPOINTS, len(expected))
 
 
 def test_a_full_disk_ends_the_run_and_the_same_command_continues(
@@ -835,7 +835,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
 def test_divergence_before_the_first_checkpoint_promises_none(train: Callable, tmp_path: Path) -> None:
     flags = {"checkpoint_steps": 6, "learning_rate": 1e30, "use_lr_scheduler": "constant"}
     for run, said in (
-        ("first", "No checkpoint was saved before, so the same command starts from the beginning."),
+        ("first", "No checkpoint was saved yet"),
         ("later", "from step"),
     ):
         if run == "later":
@@ -843,7 +843,7 @@ def test_divergence_before_the_first_checkpoint_promises_none(train: Callable, t
         result = train(tmp_path / run, **flags)
         assert result.code == 2 and "diverged" in result.err and said in result.err
         assert steps_of(tmp_path / run) == ([1] if run == "later" else [])
-        assert ("Checkpoints saved before are whole" in result.err) is (run == "later")
+        assert ("Saved checkpoints are intact" in result.err) is (run == "later")
 
 
 @pytest.mark.parametrize("log_interval", [1, 0])

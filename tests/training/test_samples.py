@@ -12,9 +12,9 @@ import train_colab_mmap
 from tests.helpers import run_script
 from tests.languages import MARKED
 from tokenizer_bpe import BPETokenizer
-from training.evaluate import whole_characters
+from training.evaluate import trim_partial_characters
 from training.records import read_samples
-from training.summary import verdict
+from training.summary import judge_losses
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
@@ -53,7 +53,7 @@ def test_a_prompt_has_whole_letters_wherever_it_begins_and_ends(language: str) -
     tokenizer = BPETokenizer.train([text], 262)
     ids = tokenizer.encode(text).tolist()
     for start in range(0, len(ids) - 12, 5):
-        shown = tokenizer.decode(whole_characters(ids[start : start + 12], tokenizer))
+        shown = tokenizer.decode(trim_partial_characters(ids[start : start + 12], tokenizer))
         assert "\ufffd" not in shown and shown in text
         assert not shown or unicodedata.category(shown[0])[0] != "M"
 
@@ -61,10 +61,10 @@ def test_a_prompt_has_whole_letters_wherever_it_begins_and_ends(language: str) -
 def test_what_the_losses_mean() -> None:
     def told(*losses: float) -> str:
         rows = [{"epoch": i, "train_loss": 1.0, "val_loss": loss} for i, loss in enumerate(losses, 1)]
-        return verdict(rows, rows, len(losses)).get("Verdict", "")
+        return judge_losses(rows, rows, len(losses)).get("Verdict", "")
 
     assert told(3.0, 2.5, 2.0).startswith("still falling")
     assert told(3.0, 2.0, 2.005).startswith("level"), "within the noise"
     assert told(2.000, 2.001, 2.002, 2.003).startswith("level") and told(2.0, 2.0, 2.0, 2.0).startswith("level")
-    assert told(3.0, 2.0, 2.4) == "memorising since epoch 2: use best/"
+    assert told(3.0, 2.0, 2.4) == "memorising since epoch 2; use best/"
     assert told(3.0, 2.0) == "", "too few to tell"

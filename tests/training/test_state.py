@@ -66,7 +66,7 @@ def test_everything_comes_back(read: Callable, state: TrainState) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_of_its_type_is_named(read: Callable, key: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=rf"is not the state of a training: (state\.)?({key}|scaler)"):
+    with pytest.raises(CheckpointError, match=rf"is not a valid training state: (state\.)?({key}|scaler)"):
         read(content(TrainState()) | {key: value})
 
 
