@@ -28,19 +28,19 @@ __all__ = ("generate_text", "generation_dtype", "load_checkpoint", "load_model",
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_arguments(argv)
-    from generation.command import run  # here: torch takes seconds to import, and --help must not wait for it
+    from generation.command import run  # imported here: torch takes seconds, and --help should not wait
 
     run(*settings)
     return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
-    """Raises ConfigError that lists unknown flags, values out of range, and flags that contradict each other."""
+    """Parse the command line. Raises ConfigError listing unknown flags, invalid values and contradictions."""
     parser = Parser(
         prog="generate.py",
         usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
         description="Generate text with a trained model. The same command gives the same text; change --seed for "
-        "another. With --score: how well the model predicts a text.",
+        "another. --score measures how well the model predicts a text.",
     )
     parser.add_options(FLAGS)
     add_debug(parser)
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
 
 
 def __getattr__(name: str) -> Any:
-    """`from generate import load_model` and the like: torch is imported only then."""
+    """Import torch only for `from generate import load_model` and the like."""
     if name in __all__:
         from generation import loading
 

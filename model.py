@@ -1,6 +1,6 @@
-"""A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size and form.
+"""A decoder-only Transformer language model (Radford et al. 2019, "GPT-2") for every size and variant.
 
-With its shape (model_config.py) it is the whole model: the key/value cache, the layers.
+Together with model_config.py, this file is the whole model: the layers and the key/value cache.
 
 Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, K = num_kv_heads,
 D = head_dim, F = ff_dim, V = vocab_size, S = tokens held in a key/value cache.
@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from model_config import ModelConfig
 
 VOCAB_MULTIPLE = 128
-IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
+IGNORE_INDEX = -100  # targets with this value do not count in the loss
 
 
 class KVCache:
-    """Keys and values of the tokens that a model has read: each new token then costs one position, not T.
+    """Keys and values of the tokens read so far, so that a new token costs one position, not T.
 
-    Rows may hold texts of different lengths: a row's `length` is the position of its next token. Entries beyond it are
-    left over from padding: attention does not see them, and new tokens overwrite them. `capacity` is the number of
-    tokens that a row has room for (max_seq_len by default).
+    Rows may hold texts of different lengths; `lengths[row]` is the position of the row's next token. Entries beyond it
+    are left over from padding: attention does not see them, and new tokens overwrite them. `capacity`: tokens per row,
+    max_seq_len by default.
     """
 
     def __init__(
@@ -42,15 +42,16 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, capacity, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch_size
-        self.ends = torch.zeros(batch_size, dtype=torch.long, device=device)  # the same, where the GPU need not wait
-        self.positions = self.ends  # of the tokens that are read now
+        self.ends = torch.zeros(batch_size, dtype=torch.long, device=device)  # `lengths` on the device
+        self.positions = self.ends  # positions of the tokens being read
 
     @property
     def uniform(self) -> bool:
         return min(self.lengths) == max(self.lengths)
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The positions of the next T tokens of each row, where `write` will store them, and their attention mask.
+        """Return the positions of the next T tokens of each row, where `write` will store them, and their attention
+        mask.
 
         Positions: (T,) if all rows are equally long, else (B, T). Mask: broadcastable to (B, H, T, S), or None if the
         causal order is enough.
@@ -61,7 +62,7 @@ class KVCache:
         else:
             positions = self.ends[:, None] + torch.arange(T, device=device)
         self.positions = positions
-        if not held or (T == 1 and self.uniform):  # is_causal, or nothing to hide
+        if not held or (T == 1 and self.uniform):  # is_causal is enough, or there is nothing to hide
             return positions, None
         seen = torch.arange(held + T, device=device) <= positions[..., None]  # (T, S) or (B, T, S)
         return positions, seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
@@ -76,7 +77,9 @@ class KVCache:
             values[:, :, start:end] = v
         else:
             rows = torch.arange(k.size(0), device=k.device)[:, None]
-            keys[rows, :, positions] = k.transpose(1, 2).to(keys.dtype)  # indexed (B, T), the slice between moves last
+            keys[rows, :, positions] = k.transpose(1, 2).to(
+                keys.dtype
+            )  # indexed by (B, T), so the slice in between moves to the end
             values[rows, :, positions] = v.transpose(1, 2).to(values.dtype)
         return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
 
@@ -85,15 +88,15 @@ class KVCache:
         self.ends = self.ends + T
 
     def truncate(self, lengths: list[int]) -> None:
-        """Set each row's length, which forgets the entries beyond it: the padding of a batch of prompts."""
+        """Set each row's length, which drops the entries beyond it, such as padding of a batch of prompts."""
         self.lengths = list(lengths)
         self.ends = torch.tensor(lengths, device=self.keys.device)
 
 
 def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For several texts in each row. starts (B, T): the column in which each token's text starts.
+    """Return positions and mask for rows of several texts. starts (B, T): the column in which each token's text starts.
 
-    Returns positions (B, T), counted from there, and a mask (B, 1, T, T): each token sees the tokens before it in its
+    Positions, (B, T), are counted from there. The mask, (B, 1, T, T), lets each token see the tokens before it in its
     own text.
     """
     columns = torch.arange(starts.size(1), device=starts.device)
@@ -104,11 +107,11 @@ def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rotations(
     positions: torch.Tensor, head_dim: int, base: float = 10_000.0, scaling: tuple[float, ...] = ()
 ) -> torch.Tensor:
-    """The cosines of the angles of `rotate`, and then their sines: positions (T,) -> (T, D)."""
+    """Return the cosines and sines for `rotate`, concatenated: positions (T,) -> (T, D)."""
     half = head_dim // 2
     frequencies = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     if scaling:
-        frequencies = scaled(frequencies, *scaling)
+        frequencies = scale_frequencies(frequencies, *scaling)
     angles = positions[:, None].float() * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
@@ -122,19 +125,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
 
 
-def scaled(frequencies: torch.Tensor, factor: float, low: float, high: float, length: float) -> torch.Tensor:
-    """Llama 3's frequencies for contexts longer than the `length` of the pretraining: those that turn fewer than `low`
-    times within it are divided by `factor`, those that turn more than `high` times stay; between them is a line."""
+def scale_frequencies(frequencies: torch.Tensor, factor: float, low: float, high: float, length: float) -> torch.Tensor:
+    """Return Llama 3's frequencies for contexts longer than the `length` of pretraining. Frequencies that turn fewer
+    than `low` times within it are divided by `factor`, those that turn more than `high` times stay; in between,
+    interpolate linearly."""
     turns = length * frequencies / (2 * math.pi)
     stays = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / factor)
 
 
 def rms_norm(x: torch.Tensor, eps: float = 1e-6, gain: torch.Tensor | None = None) -> torch.Tensor:
-    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), times the gain. In fp32, because
-    autocast treats it differently in different versions of PyTorch."""
+    """Divide x by the root mean square of its last dimension (Zhang & Sennrich 2019), and multiply by the gain.
+    Computes in fp32, because autocast treats rms_norm differently in different versions of PyTorch."""
     kind = x.device.type
-    if kind != "meta" and not torch.is_autocast_enabled(kind):  # it computes in fp32 by itself
+    if kind != "meta" and not torch.is_autocast_enabled(kind):  # F.rms_norm computes in fp32 itself
         return F.rms_norm(x, x.shape[-1:], gain, eps)
     return F.rms_norm(x.float(), x.shape[-1:], None if gain is None else gain.float(), eps).to(x.dtype)
 
@@ -156,20 +160,20 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def residual_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of the residual stream: bf16 if autocast computes in bf16. Every layer reads and writes the stream, so
-    on a GPU fewer bytes take less time; the gain, and the effect on the loss: docs/benchmarks/gpu_forecast.md. Not
-    fp16: its range is too narrow for a sum over all layers."""
+    """Return the dtype of the residual stream: bf16 if autocast computes in bf16. Every layer reads and writes the
+    stream, so fewer bytes save time on a GPU; for the gain and the effect on the loss see
+    docs/benchmarks/gpu_forecast.md. The range of fp16 is too narrow for a sum over all layers."""
     kind = x.device.type
     is_bf16 = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     return torch.bfloat16 if is_bf16 else x.dtype
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but on a CPU a single bf16 vector is multiplied by the matrix-vector product.
+    """nn.Linear with a matrix-vector product for a single bf16 vector on a CPU.
 
     Generation reads every weight for each token, so memory limits its speed. The matrix-matrix product in bf16
-    rearranges the weight for the CPU's matrix unit at each call. Measured at GPT-2 small's size, for all weights: 15 ms
-    a token, and 10 ms with the matrix-vector product; 16 to 17 ms in fp32.
+    rearranges the weight for the CPU's matrix unit at each call. Measured for all weights of GPT-2 small: 15 ms per
+    token, 10 ms with the matrix-vector product, 16 to 17 ms in fp32.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,10 +185,10 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The last layer, which gives the logits."""
+    """The last layer, which computes the logits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Tensor cores are slow at odd sizes, so pad the weight. Not for the few rows of a generated token: copying the
+        # Tensor cores are slow at odd sizes, so pad the weight. For the few rows of a generated token, copying the
         # weight would cost more.
         rows, padding = x.shape[:-1].numel(), -self.out_features % VOCAB_MULTIPLE
         if not (x.is_cuda and padding and rows >= VOCAB_MULTIPLE):
@@ -193,19 +197,19 @@ class Head(Linear):
 
 
 def lacks_flash(device: torch.device) -> bool:
-    """Whether this is a GPU without a flash kernel for attention: one before Ampere."""
+    """Return whether a GPU has no flash kernel for attention, as those before Ampere."""
     is_gpu = device.type == "cuda" and torch.cuda.is_available()
     return is_gpu and torch.cuda.get_device_properties(device).major < 8
 
 
-def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention of one token: q (B, H, 1, D), k and v (B, K, S, D), mask (B, 1, 1, S), added to the scores ->
+def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute attention of one token: q (B, H, 1, D), k and v (B, K, S, D), mask (B, 1, 1, S), added to the scores ->
     (B, H, 1, D).
 
-    PyTorch's kernel for a mask goes through S block by block: 50 us at S = 1024 on an H200, where this takes 14.
+    PyTorch's kernel with a mask goes through S block by block: 50 us at S = 1024 on an H200, where this takes 14.
     """
     B, K, _, D = k.shape
-    q = q.reshape(B, K, -1, D)  # the heads that share keys are the rows of one product: (B, K, H / K, D)
+    q = q.reshape(B, K, -1, D)  # heads that share keys become rows of one product: (B, K, H / K, D)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):  # scores in fp32, as in the fused kernels
         scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32).view(B, K, -1, k.size(2))
     else:
@@ -215,8 +219,8 @@ def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Te
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values. With
-    fewer heads of keys and values, each serves a group of queries (Ainslie et al. 2023, "GQA")."""
+    """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values. If
+    there are fewer heads of keys and values, each serves a group of queries (Ainslie et al. 2023, "GQA")."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -250,44 +254,45 @@ class MultiHeadAttention(nn.Module):
         q, k = qk.split((H, K), dim=2)  # (B, T, H, D), (B, T, K, D)
         # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
-        if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
+        if x.device.type == "mps":  # attention is wrong on views there (pytorch issues 163597, 181133)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if self.training and config.dropout:
             # Drop whole values: DropAttention's columns (Zehui et al. 2019, https://arxiv.org/abs/1907.11065). Dropping
-            # single weights of the softmax is no better, and keeps attention on a CPU from its flash kernel.
+            # single weights of the softmax is no better, and rules out the flash kernel on a CPU.
             v = v * F.dropout(v.new_ones(*v.shape[:-1], 1), config.dropout)
         if cache is not None:
             k, v = cache.write(layer, k, v)
         if T == 1 and mask is not None and mask.is_floating_point():
-            return self.out_proj(attend_one(q, k, v, mask).reshape(B, T, -1))
+            return self.out_proj(attend_one_token(q, k, v, mask).reshape(B, T, -1))
         groups = config.num_heads // config.num_kv_heads
-        if groups > 1 and T == 1:  # the heads of a group are the rows of one query: (B, H, 1, D) -> (B, K, H / K, D)
+        if groups > 1 and T == 1:  # heads of a group become rows of one query: (B, H, 1, D) -> (B, K, H / K, D)
             q = q.reshape(B, config.num_kv_heads, groups, config.head_dim)
         elif groups > 1 and (mask is not None or lacks_flash(x.device)):
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, T, D)
-        # is_causal instead of a mask, because PyTorch then may choose the flash kernel. A single new token sees all of
-        # the cache, so it needs neither. After tokens in the cache is_causal would be wrong: it counts from its start.
+        # is_causal instead of a mask lets PyTorch choose the flash kernel. A single new token sees the whole cache, so
+        # it needs neither. With several new tokens after a cache is_causal would be wrong: it aligns to the cache's
+        # start.
         y = F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
             is_causal=mask is None and T > 1,
-            enable_gqa=q.size(1) != k.size(1),  # only the flash kernel knows it; others fall back to the slow one
+            enable_gqa=q.size(1) != k.size(1),  # supported by the flash kernel only; others fall back to the slow one
         )
         y = y.reshape(B, config.num_heads, T, config.head_dim)
         return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """(..., 2F) -> (..., F): the second half, gated by the first (Shazeer 2020, "GLU variants improve Transformer")."""
+    """Gate the second half by the first, (..., 2F) -> (..., F) (Shazeer 2020, "GLU variants improve Transformer")."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x),  # Hendrycks & Gimpel 2016
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),  # its approximation by tanh, section 2; GPT-2's own
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),  # the approximation in section 2, used by GPT-2
     "swiglu": swiglu,
 }
 
@@ -329,7 +334,7 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerLanguageModel(nn.Module):
-    """Token ids in, next-token logits or the mean loss out; `model.config` is its ModelConfig."""
+    """The language model: token ids in, next-token logits or the mean loss out."""
 
     rotary_table: torch.Tensor
 
@@ -339,7 +344,7 @@ class TransformerLanguageModel(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         if config.position == "learned":
             self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
-        else:  # stored, because a compiler would compute them again for each element of each layer's q and k
+        else:  # a table, because the compiler would recompute rotations for each element of each layer's q and k
             turned = rotations(torch.arange(config.max_seq_len), config.head_dim, config.rope_base, config.rope_scaling)
             self.register_buffer("rotary_table", turned, persistent=False)  # (max_seq_len, D)
         if config.embed_norm:
@@ -351,15 +356,15 @@ class TransformerLanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.activation_checkpointing = False  # set by the trainer; not part of the config
-        if self.device.type != "meta":  # it has no numbers, and takes its time
+        if self.device.type != "meta":  # initialising takes time even there
             self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """GPT-2's initialisation (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases. The projections that
-        write to the residual stream are scaled by 1 / sqrt(2 * num_layers), because its variance grows with each.
+        """Initialise as GPT-2 (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases. Projections that write
+        to the residual stream are scaled by 1 / sqrt(2 * num_layers), because its variance grows with each.
 
-        With `zero_init` these projections and the head start at zero: at first every block is the identity, and all
+        With `zero_init` these projections and the head start at zero, so every block starts as the identity, and all
         tokens are equally likely.
         """
         for module in self.modules():
@@ -381,13 +386,14 @@ class TransformerLanguageModel(nn.Module):
         return self.token_embedding.weight.device
 
     def num_parameters(self, trained_only: bool = False) -> int:
-        """Number of parameters, with `trained_only` without the frozen ones. A tied head counts once."""
+        """Return the number of parameters, with `trained_only` of those that are not frozen. A tied head counts
+        once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trained_only)
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
-        6 per parameter (4 if it is frozen: it gets no gradient), and 12 * L * T * H * D for attention. Looking up an
-        embedding costs nothing."""
+        """Return the FLOPs of the forward and backward pass per token (Chowdhery et al. 2022, "PaLM", appendix B): 6
+        per parameter (4 if it is frozen and gets no gradient), and 12 * L * T * H * D for attention. Embedding lookups
+        cost nothing."""
         c = self.config
         looked_up = [] if c.tie_embeddings else [*self.token_embedding.parameters()]
         if c.position == "learned":
@@ -403,9 +409,9 @@ class TransformerLanguageModel(nn.Module):
         starts: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
+        """Return logits, tokens (B, T) -> (B, T, V), or with `targets` (B, T) the mean cross-entropy in nats, ().
 
-        `starts`, `cache` and the error raised are those of `residual`.
+        `starts`, `cache` and errors: see `residual`.
         """
         if targets is None:
             return self.logits(self.hidden(tokens, cache, starts))
@@ -414,18 +420,18 @@ class TransformerLanguageModel(nn.Module):
     def hidden(
         self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens (B, T) -> the input of the head, (B, T, C). Arguments and errors are those of `residual`."""
+        """Return the input of the head, tokens (B, T) -> (B, T, C). Arguments and errors: see `residual`."""
         hidden: torch.Tensor = self.ln_f(self.residual(tokens, cache, starts))
         return hidden
 
     def residual(
         self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens (B, T) -> the residual stream after the last block, (B, T, C).
+        """Return the residual stream after the last block, tokens (B, T) -> (B, T, C).
 
-        With a `cache`, `tokens` continue the texts in the cache and are added to it. If rows hold several texts each,
-        `starts` (B, T) gives for each token the column in which its text starts: each text is then computed as if it
-        were alone. Use one or the other. Raises ValueError if the tokens do not fit in max_seq_len.
+        With a `cache`, `tokens` continue the texts in the cache and are added to it. `starts` (B, T) is for rows of
+        several texts: the column in which each token's text starts, so that each text is computed as if it were alone.
+        Use one or the other. Raises ValueError if the tokens do not fit in max_seq_len.
         """
         T = tokens.size(1)
         held = max(cache.lengths) if cache is not None else 0
@@ -445,8 +451,8 @@ class TransformerLanguageModel(nn.Module):
         return x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tokens (B, T) at positions (T,) or (B, T) -> the input of the first block, (B, T, C), and the rotation of all
-        blocks, (T, D) or (B, T, D)."""
+        """Return the input of the first block, tokens (B, T) -> (B, T, C), and the rotation for all blocks: (T, D) or
+        (B, T, D), as `positions` is (T,) or (B, T)."""
         x = self.token_embedding(tokens)  # (B, T, C)
         rotation = None
         if self.config.position == "learned":
@@ -460,7 +466,7 @@ class TransformerLanguageModel(nn.Module):
     def embed_texts(
         self, tokens: torch.Tensor, starts: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Embed whole texts, `starts` as in `residual`. Returns what a block takes: x, rotation, mask."""
+        """Embed whole texts; `starts`: see `residual`. Return the arguments of a block: x, rotation, mask."""
         if starts is None:
             positions, mask = torch.arange(tokens.size(1), device=tokens.device), None
         else:
@@ -482,44 +488,46 @@ class TransformerLanguageModel(nn.Module):
         return block(x, rotation, mask)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., C) -> (..., V)"""
+        """Return the logits, hidden (..., C) -> (..., V)."""
         logits: torch.Tensor = self.head(hidden)
         return logits
 
     def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The residual stream (B, T, C) and targets (B, T) -> the mean cross-entropy, a scalar. Targets equal to
+        """Return the mean cross-entropy, (), of the residual stream (B, T, C) for targets (B, T). Targets equal to
         IGNORE_INDEX do not count.
 
-        The last norm, head and loss are together, so that a compiler can fuse them and keep no fp32 logits."""
+        Norm, head and loss are in one function, so that the compiler can fuse them and keep no fp32 logits.
+        """
         logits = self.logits(self.ln_f(x)).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def next_logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens (B,), one for each row of the cache -> logits of the next token of each row, (B, V)."""
+        """Return the logits of each row's next token, (B, V), after reading `tokens`, (B,), one per row of the
+        cache."""
         return self(tokens[:, None], cache=cache)[:, -1]
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict with the names of this class or of the blog's checkpoints. Raises ValueError if
-        `fit_weights` does, and for weights that are not finite, which it names."""
+        """Load a state dict with the names of this class or of the blog's checkpoints. Raises ValueError if the weights
+        do not fit (see `fit_weights`) or are not finite."""
         state = self.fit_weights(state)
         if self.config.tie_embeddings and not torch.equal(state["head.weight"], state["token_embedding.weight"]):
-            raise ValueError("head.weight and token_embedding.weight differ; the model has tie_embeddings")
-        # Test the sum, which takes no memory: it is finite only if all weights are.
+            raise ValueError("head.weight and token_embedding.weight differ, but tie_embeddings is set")
+        # A sum is finite only if all weights are, and takes no memory.
         broken = [name for name, tensor in state.items() if not tensor.float().sum().isfinite()]
         if broken:
-            raise ValueError(f"the weights are not finite: {listed(broken)}")
+            raise ValueError(f"the weights are not finite: {list_first(broken)}")
         self.load_state_dict(state)
 
     def fit_weights(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict with the names of this class. Only shapes and dtypes are read: it may be on the meta device.
+        """Return the state dict with the names of this class. It may be on the meta device.
 
-        An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped. Raises
-        ValueError naming weights that are missing, unknown, of another shape or whole numbers.
+        Drops an `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask`. Raises ValueError listing
+        weights that are missing, unknown, of another shape, or integers.
         """
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "causal_mask"}
         own = self.state_dict()
-        if self.config.tie_embeddings:  # one tensor under two names: either is enough
+        if self.config.tie_embeddings:  # one tensor with two names; either is enough
             for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
                 if name not in state and twin in state:
                     state[name] = state[twin]
@@ -528,8 +536,7 @@ class TransformerLanguageModel(nn.Module):
 
 
 def require_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], what: str) -> None:
-    """Raises ValueError that says `what`, and lists tensors that are missing, unknown, of another shape, or whole
-    numbers."""
+    """Raise ValueError with `what` and a list of tensors that are missing, unknown, of another shape, or integers."""
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is unknown" for name in tensors if name not in shapes]
     problems += [
@@ -539,9 +546,9 @@ def require_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Seq
     ]
     problems += [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if problems:
-        raise ValueError(f"{what}: {listed(problems)}")
+        raise ValueError(f"{what}: {list_first(problems)}")
 
 
-def listed(problems: list[str]) -> str:
+def list_first(problems: list[str]) -> str:
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     return "; ".join(problems[:5]) + more

@@ -1,4 +1,4 @@
-"""The shape of a model, in plain values that JSON keeps unchanged. Reading one takes no torch."""
+"""The shape of a model, in plain values that JSON keeps unchanged. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, WrapValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-GATED = ("swiglu",)  # what enters them is twice as wide as what leaves
+GATED = ("swiglu",)  # activations whose input is twice as wide as their output
 EPSILONS = {"layernorm": 1e-5, "rmsnorm": 1e-6}
-SIZE_LIMIT = 2**31  # of any one size: token ids are int32
-LARGEST = 1e9  # of any other number; a larger one can only be a mistake
-Size = Annotated[int, Field(ge=1, lt=SIZE_LIMIT)]
-Positive = Annotated[float, Field(gt=0, lt=LARGEST)]
-Later = WrapValidator(lambda value, check: None if value is None else check(value))  # None until `fill_in`
+MAX_SIZE = 2**31  # token ids are int32
+MAX_NUMBER = 1e9  # a larger number must be a mistake
+Size = Annotated[int, Field(ge=1, lt=MAX_SIZE)]
+Positive = Annotated[float, Field(gt=0, lt=MAX_NUMBER)]
+FilledIn = WrapValidator(lambda value, check: None if value is None else check(value))  # None before `fill_in`
 
 
 def setting(default: Any, description: str | None = None, **limits: Any) -> Any:
@@ -24,14 +24,16 @@ def setting(default: Any, description: str | None = None, **limits: Any) -> Any:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class ModelConfig:
-    """Raises pydantic's ValidationError, a ValueError, for values that are out of range or contradict each other. A
-    field with a description is a flag of the trainer."""
+    """The shape of a model. Fields with a description are flags of the trainer.
+
+    Raises pydantic's ValidationError, a ValueError, for values that are out of range or contradict each other.
+    """
 
     vocab_size: Size
     embed_dim: Size = setting(768, "width of the residual stream")
     num_heads: Size = setting(12, "attention heads; must divide embed_dim")
     num_layers: Size = setting(12, "transformer blocks")
-    ff_dim: Annotated[Size, Later] = setting(None, "hidden width of the feed-forward [4 * embed_dim; swiglu 8/3]")
+    ff_dim: Annotated[Size, FilledIn] = setting(None, "hidden width of the feed-forward [4 * embed_dim; swiglu 8/3]")
     max_seq_len: Size = setting(512, "context length in tokens")
     dropout: float = setting(0.0, "dropout probability", ge=0, lt=1)
     bias: bool = setting(True, "biases in linear layers and norms")
@@ -42,13 +44,13 @@ class ModelConfig:
     qk_norm: bool = setting(False, "normalise queries and keys")
     embed_norm: bool = setting(False, "normalise the embeddings before the first block")
     zero_init: bool = setting(False, "start projections into the residual stream, and the head, at zero")
-    num_kv_heads: Annotated[Size, Later] = setting(None)  # heads of keys and values; None: num_heads
-    head_dim: Annotated[Size, Later] = setting(None)  # None: embed_dim / num_heads
-    norm_gain: bool = False  # RMSNorm has a learned gain, that of queries and keys too; LayerNorm always has one
-    norm_eps: Annotated[float, Field(ge=0, lt=1), Later] = setting(None)  # None: that of EPSILONS
-    rope_base: float = setting(10_000.0, ge=1, lt=LARGEST)
-    rope_scaling: tuple[Positive, ...] = setting((), strict=False)  # Llama 3's: factor, low, high, length before
-    qkv_bias: Annotated[bool, Later] = setting(None)  # biases of queries, keys and values; None: as `bias`
+    num_kv_heads: Annotated[Size, FilledIn] = setting(None)  # heads of keys and values; default num_heads
+    head_dim: Annotated[Size, FilledIn] = setting(None)  # default embed_dim / num_heads
+    norm_gain: bool = False  # learned gain of RMSNorm, including queries and keys; LayerNorm always has one
+    norm_eps: Annotated[float, Field(ge=0, lt=1), FilledIn] = setting(None)  # default: see EPSILONS
+    rope_base: float = setting(10_000.0, ge=1, lt=MAX_NUMBER)
+    rope_scaling: tuple[Positive, ...] = setting((), strict=False)  # Llama 3's: factor, low, high, original length
+    qkv_bias: Annotated[bool, FilledIn] = setting(None)  # biases of queries, keys and values; default `bias`
 
     @model_validator(mode="after")
     def checked(self) -> ModelConfig:
@@ -58,7 +60,7 @@ class ModelConfig:
         return self
 
     def fill_in(self) -> None:
-        """Give values to the fields that follow others."""
+        """Fill in the fields whose defaults depend on others."""
         defaults: dict[str, Any] = {
             "ff_dim": default_ff_dim(self.embed_dim, self.activation),
             "num_kv_heads": self.num_heads,
@@ -71,7 +73,7 @@ class ModelConfig:
                 object.__setattr__(self, name, value)
 
     def contradictions(self) -> list[str]:
-        """What is wrong with values that are each in range; the fields that follow others may be None."""
+        """List contradictions between values. Fields whose defaults depend on others may be None."""
         problems = []
         heads, head_dim = self.num_heads, self.head_dim or self.embed_dim // self.num_heads
         if not self.head_dim and self.embed_dim % heads:
@@ -80,22 +82,24 @@ class ModelConfig:
             nearest = sorted(sorted(fitting, key=lambda n: (abs(n - heads), n))[:3])
             problems.append(
                 f"num_heads is {heads}, which does not divide embed_dim {self.embed_dim}; "
-                f"near it these do: {', '.join(map(str, nearest))}"
+                f"the nearest that do: {', '.join(map(str, nearest))}"
             )
         if heads % (self.num_kv_heads or heads):
             problems.append(f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {heads}")
         if self.zero_init and self.tie_embeddings:
-            problems.append("zero_init starts the head at zero, which tie_embeddings shares with the token embedding")
+            problems.append(
+                "zero_init would set the token embedding to zero, because tie_embeddings shares it with the head"
+            )
         if self.position == "rope" and head_dim % 2:
             problems.append(f"head_dim is {head_dim}; position 'rope' needs an even number")
         if len(self.rope_scaling) not in (0, 4):
             problems.append(f"rope_scaling is {self.rope_scaling!r:.100}; four numbers above 0 are needed, or none")
         elif self.rope_scaling and self.position != "rope":
-            problems.append("rope_scaling is for position 'rope'")
+            problems.append("rope_scaling applies only with position 'rope'")
         elif self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
             problems.append(f"rope_scaling is {self.rope_scaling}; the second number must be below the third")
         if self.norm_gain and self.norm != "rmsnorm":
-            problems.append("norm_gain is for norm 'rmsnorm'; LayerNorm always has a gain")
+            problems.append("norm_gain applies only with norm 'rmsnorm'; LayerNorm always has a gain")
         return problems
 
     @property
@@ -104,7 +108,7 @@ class ModelConfig:
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
-        """Rows of the matrices of queries, keys and values."""
+        """Rows of the query, key and value matrices."""
         keys = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, keys, keys
 
@@ -113,6 +117,6 @@ class ModelConfig:
 
 
 def default_ff_dim(embed_dim: int, activation: str) -> int:
-    """Four times the width. Gated feed-forwards have three matrices instead of two: 8/3 of the width, to a multiple of
-    64, gives about as many parameters (Shazeer 2020, section 3.1)."""
+    """Return 4 * embed_dim or, for gated activations, 8/3 * embed_dim rounded to a multiple of 64: with three matrices
+    instead of two, this gives about as many parameters (Shazeer 2020, section 3.1)."""
     return max(64, 64 * round(embed_dim * 8 / 3 / 64)) if activation in GATED else 4 * embed_dim

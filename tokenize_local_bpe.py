@@ -1,4 +1,4 @@
-"""Turn text into a token folder: a binary token file, its tokenizer, and the metadata that describes both.
+"""Turn text into a token folder: a binary token file, its tokenizer, and metadata.
 
 python tokenize_local_bpe.py --input my_text.txt
 """
@@ -25,12 +25,11 @@ def tokenize(
     may_replace: bool = True,
     **settings: Any,
 ) -> Path:
-    """Tokenize text files into `output_dir`; returns the path of the metadata. `settings` are the fields of Settings.
+    """Tokenize text files into `output_dir`. `settings`: fields of Settings. Return the path of the metadata.
 
-    What an interrupted call has done is kept beside the result and used by the next call with the same inputs and
-    settings; a folder that is already complete for them is left as it is. Files from an earlier tokenization are
-    replaced only at the very end, and without `may_replace` only by the same tokens:
-    DataError names those that are there.
+    An interrupted call is continued by the next call with the same inputs and settings; a complete folder is left as it
+    is. Files of an earlier tokenization are replaced only at the end, and without `may_replace` only by the same tokens
+    (DataError otherwise).
 
     Raises ConfigError, DataError or TokenizerError.
     """
@@ -46,14 +45,14 @@ def tokenize(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Settings:
-    """Raises ConfigError that lists unknown flags, values out of range, and flags that would have no effect."""
+    """Parse the command line. Raises ConfigError listing unknown flags, invalid values and flags without effect."""
     parser = Parser(prog="tokenize_local_bpe.py", description=__doc__)
     parser.add_options(FLAGS)
     add_debug(parser)
     problems: list[str] = []
     given = parser.read(argv, problems)
     if "input" not in given:
-        problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
+        problems.append("--input is missing. Name the text to tokenize, as in --input my_text.txt")
     settings = check(Settings, given, problems, {key: f"--{key}" for key in given})
     parser.require_none(problems + without_effect(given))
     assert settings is not None
@@ -63,12 +62,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
 @writing_script(DataError)
 def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_arguments(argv)
-    from tokenization.command import tokenize_with  # here: --help must not wait for what it imports
+    from tokenization.command import tokenize_with  # imported here, because --help should not wait for it
 
     try:
         tokenize_with(settings)
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
+        print("\nInterrupted. Run the same command to continue.", file=sys.stderr)
         return INTERRUPTED
     return 0
 

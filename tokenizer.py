@@ -1,4 +1,4 @@
-"""Text to token ids and back: the character tokenizer, and `load_tokenizer` for a tokenizer file of either kind."""
+"""The character tokenizer, and `load_tokenizer` for a tokenizer file of either kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from tokenizer_base import IncrementalDecoder, TokenIds, check_ids, read_tokenizer_json
-from tokenizer_base import TokenizerError as TokenizerError  # callers catch what is raised here
+from tokenizer_base import TokenizerError as TokenizerError  # re-exported for callers that catch it
 from tokenizer_base import UnknownCharacterError as UnknownCharacterError
 from tokenizer_bpe import BPETokenizer
 
@@ -21,7 +21,7 @@ Tokenizer: TypeAlias = "CharacterTokenizer | BPETokenizer"
 
 
 class CharacterTokenizer:
-    """One token per Unicode code point; ids follow the code points' order."""
+    """One token per Unicode code point, with ids in the order of code points."""
 
     kind = "character"
     bos_id: int | None = None
@@ -31,22 +31,22 @@ class CharacterTokenizer:
     special_ids: ClassVar[dict[str, int]] = {}
 
     def __init__(self, characters: Sequence[str]) -> None:
-        """`characters[i]` has id i. Raises TokenizerError if one comes twice or is not a character."""
+        """`characters[i]` gets id i. Raises TokenizerError for a duplicate or an invalid character."""
         if not characters:
             raise TokenizerError("A character vocabulary needs at least one character.")
         for character in characters:
             if not isinstance(character, str) or len(character) != 1 or ord(character) in SURROGATES:
                 raise TokenizerError(f"{character!r} is not a single Unicode character.")
         self.codes = np.array([ord(character) for character in characters], dtype="<u4")  # id -> code point
-        # One slot after the largest code point: all larger ones are looked up there, and are unknown.
+        # The slot after the largest code point is for all larger ones, which are unknown.
         self.ids = np.full(int(self.codes.max()) + 2, -1, dtype=np.int32)  # code point -> id
         self.ids[self.codes] = np.arange(len(characters), dtype=np.int32)
         if np.count_nonzero(self.ids >= 0) != len(characters):
-            raise TokenizerError("A character is in the vocabulary twice.")
+            raise TokenizerError("A character occurs twice in the vocabulary.")
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> CharacterTokenizer:
-        """Collect the characters of a stream of texts. Memory does not grow with the stream."""
+        """Build the vocabulary from a stream of texts, in constant memory."""
         seen = np.zeros(CODE_POINTS, dtype=bool)
         for text in texts:
             seen[code_points(text)] = True
@@ -60,12 +60,12 @@ class CharacterTokenizer:
     def from_json(cls, content: dict[str, Any], path: str | Path) -> CharacterTokenizer:
         to_id = content.get("char_to_idx")
         if not isinstance(to_id, dict) or not to_id:
-            raise TokenizerError(f'{path} has no "char_to_idx" table; it is not a character tokenizer.')
+            raise TokenizerError(f'{path} is not a character tokenizer: it has no "char_to_idx" table.')
         if sorted(to_id.values(), key=str) != sorted(range(len(to_id)), key=str):
             raise TokenizerError(f'{path}: the ids in "char_to_idx" are not 0 to {len(to_id) - 1}, each once.')
         if content.get("vocab_size", len(to_id)) != len(to_id):
             raise TokenizerError(
-                f'{path} says "vocab_size" {content["vocab_size"]}, but "char_to_idx" holds {len(to_id)} characters.'
+                f'{path} has "vocab_size" {content["vocab_size"]}, but {len(to_id)} characters in "char_to_idx".'
             )
         characters = sorted(to_id, key=to_id.__getitem__)
         to_character = content.get("idx_to_char")
@@ -80,7 +80,7 @@ class CharacterTokenizer:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """The blog's form of a character tokenizer."""
+        """Return the tokenizer as JSON in the blog's format."""
         characters = [chr(code) for code in self.codes]
         content = {
             "type": self.kind,
@@ -96,18 +96,18 @@ class CharacterTokenizer:
 
     @property
     def unused_ids(self) -> list[int]:
-        """Ids that must never be sampled: none here."""
+        """Ids that must never be sampled; none here."""
         return []
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes of each id's character."""
+        """UTF-8 bytes of each id's character, (vocab_size,) int32."""
         return np.digitize(self.codes, [0x80, 0x800, 0x10000]).astype(np.int32) + 1
 
     def encode(self, text: str, unknown: str = "error") -> np.ndarray:
-        """Ids of the text's characters, (characters,) int32.
+        """Return the ids of the text, (characters,) int32.
 
-        Characters outside the vocabulary: `unknown` "error" raises UnknownCharacterError, "drop" leaves them out.
+        Unknown characters raise UnknownCharacterError, or are left out with `unknown` "drop".
         """
         if unknown not in ("error", "drop"):
             raise ValueError(f'unknown={unknown!r}; use "error" or "drop"')
@@ -126,7 +126,7 @@ class CharacterTokenizer:
         )
 
     def decode(self, ids: TokenIds) -> str:
-        """Text of the ids. Raises TokenizerError for an id outside the vocabulary."""
+        """Return the text of the ids. Raises TokenizerError for an id outside the vocabulary."""
         return self.decode_bytes(ids).decode("utf-32-le")
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
@@ -134,7 +134,7 @@ class CharacterTokenizer:
         return self.codes[array].tobytes()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 of the id's character."""
+        """Return the UTF-8 bytes of an id's character."""
         return self.decode([token_id]).encode()
 
     def decoder(self) -> IncrementalDecoder:
@@ -142,21 +142,21 @@ class CharacterTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer file of either kind, recognised by its content. Raises TokenizerError naming the file."""
+    """Load a tokenizer file of either kind, recognised by its content. Raises TokenizerError with its name."""
     content = read_tokenizer_json(path)
     if "char_to_idx" in content or content.get("type") == "character":
         return CharacterTokenizer.from_json(content, path)
     if "model" in content:
         return BPETokenizer.load(path)
     raise TokenizerError(
-        f'{path} is not a tokenizer that can be used here: it has neither "char_to_idx" (a character tokenizer) nor '
-        f'"model" (a Hugging Face tokenizers file).'
+        f'{path} is not a tokenizer: it has neither "char_to_idx" (a character tokenizer) nor "model" (a Hugging Face '
+        f"tokenizers file)."
     )
 
 
 def character_counts(tokenizer: Tokenizer) -> np.ndarray:
-    """(vocab_size, 2) int64: how many characters begin in each id's text, and how many of them are Chinese, Japanese or
-    Korean, which stand for a syllable or a word each."""
+    """Count the characters that begin in each id's text, and those of them that are Chinese, Japanese or Korean, which
+    stand for a syllable or word each. Returns (vocab_size, 2) int64."""
     lengths = tokenizer.byte_lengths
     texts = [tokenizer.token_bytes(i) if length else b"" for i, length in enumerate(lengths)]
     read = np.frombuffer(b"".join(texts), np.uint8)
@@ -167,5 +167,6 @@ def character_counts(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def code_points(text: str) -> np.ndarray:
-    """(characters,) uint32. A lone surrogate is not a character; it keeps its own code, which no vocabulary has."""
+    """Return the code points of a text, (characters,) uint32. A lone surrogate keeps its code, which no vocabulary
+    has."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,4 +1,4 @@
-"""What both kinds of tokenizer share: errors, decoding id by id, checks of ids and text, reading a tokenizer file."""
+"""Shared by both kinds of tokenizer: errors, incremental decoding, checks of ids and text, reading a tokenizer file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of the token that ends a document: that of GPT-2, SmolLM2 and Qwen; Llama 3; DeepSeek; Mistral; nanochat. The
-# first that a tokenizer has.
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<|bos|>")
-# And of those that end an answer, in chat models of others. Generation stops at each of them.
-ENDS_OF_ANSWERS = ("<|im_end|>", "<|eot_id|>", "<|assistant_end|>")
+# The token that ends a document in GPT-2, SmolLM2 and Qwen; Llama 3; DeepSeek; Mistral; nanochat. The first that a
+# tokenizer has counts.
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<|bos|>")
+# Tokens that end an answer in imported chat models. Generation stops at each of them.
+END_OF_ANSWER_NAMES = ("<|im_end|>", "<|eot_id|>", "<|assistant_end|>")
 
 TokenIds = Sequence[int] | np.ndarray
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that cannot be used, text that the vocabulary cannot express, or ids that it does not have."""
+    """An unusable tokenizer file, text that the vocabulary cannot encode, or ids outside it."""
 
     exit_code = 3
 
 
 class UnknownCharacterError(TokenizerError):
-    """Text with characters that a character vocabulary does not have. `line`, `column`: from 1, or 0 if unknown."""
+    """Characters outside a character vocabulary. `line` and `column` count from 1; 0 if unknown."""
 
     def __init__(self, characters: Sequence[str], line: int, column: int, source: str = "") -> None:
         super().__init__(characters, line, column, source)
@@ -54,7 +54,7 @@ class UnknownCharacterError(TokenizerError):
 class IncrementalDecoder:
     """Decodes ids as they arrive. An incomplete character waits for the ids that complete it.
 
-    The joined pieces are equal to `decode` of all ids, without a character that the last ones leave unfinished.
+    The joined pieces equal `decode` of all ids, without an unfinished character at the end.
     """
 
     def __init__(self, decode_bytes: Callable[[TokenIds], bytes], encoding: str) -> None:
@@ -66,7 +66,7 @@ class IncrementalDecoder:
 
 
 def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
-    """The ids as an int64 array. Raises TokenizerError for one outside 0 .. vocab_size - 1."""
+    """Return the ids as an int64 array. Raises TokenizerError for an id outside 0 .. vocab_size - 1."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and (array.min() < 0 or array.max() >= vocab_size):
         wrong = array[(array < 0) | (array >= vocab_size)][0]
@@ -75,17 +75,17 @@ def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
 
 
 @functools.cache
-def joining_characters() -> str:
-    """The content of a regular expression's character class: combining marks (vowel signs, accents), and the two
-    characters of no width that join or part the letters of a word."""
+def joining_character_class() -> str:
+    """Return the content of a regular expression's character class for combining marks (vowel signs, accents) and the
+    two zero-width joiners."""
     marks = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "M"]
     ranges = itertools.groupby(enumerate(marks), lambda numbered: numbered[1] - numbered[0])
     runs = [[code for _, code in run] for _, run in ranges]
     return "\u200c\u200d" + "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
 
 
-def valid_unicode(text: str) -> str:
-    """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which can come from JSON escapes, by U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -96,15 +96,15 @@ def valid_unicode(text: str) -> str:
 
 
 def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe waits for its writer
-        raise TokenizerError(f"The tokenizer file {path} is not a regular file. Write its content to one first.")
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # reading a pipe may never end
+        raise TokenizerError(f"The tokenizer file {path} is not a regular file. Write its content to a file first.")
     try:
         content = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        raise TokenizerError(f"There is no tokenizer file {path}.") from None
+        raise TokenizerError(f"No tokenizer file {path}.") from None
     except OSError as error:
         raise TokenizerError(f"The tokenizer file {path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; thousands of open brackets
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise TokenizerError(f"The tokenizer file {path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"The tokenizer file {path} holds a JSON {type(content).__name__}, not an object.")

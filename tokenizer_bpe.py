@@ -1,4 +1,4 @@
-"""Byte-level BPE: vocabulary and file format by Hugging Face `tokenizers`, fast encoding by `tiktoken`."""
+"""Byte-level BPE: training and file format by Hugging Face `tokenizers`, fast encoding by `tiktoken`."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenizer_base import (
+    END_OF_ANSWER_NAMES,
     END_OF_TEXT,
-    ENDS_OF_ANSWERS,
-    ENDS_OF_TEXT,
+    END_OF_TEXT_NAMES,
     IncrementalDecoder,
     TokenIds,
     TokenizerError,
     check_ids,
-    joining_characters,
+    joining_character_class,
     read_tokenizer_json,
-    valid_unicode,
+    replace_surrogates,
 )
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-ENDS = (*ENDS_OF_TEXT, *ENDS_OF_ANSWERS)
+END_NAMES = (*END_OF_TEXT_NAMES, *END_OF_ANSWER_NAMES)
 SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
-SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
-MOST_GAPS = (
-    65_536  # ids without a token that a file may have, plus one per token: each takes memory here and in a model
-)
-LARGEST_VOCABULARY = 10_000_000  # many times any in use; `tokenizers` ends the process if memory runs out
+MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
+MAX_UNUSED_IDS = 65_536  # plus one per token; each takes memory here and in a model
+MAX_VOCABULARY = 10_000_000  # beyond any in use: `tokenizers` ends the process if memory runs out
 
-# GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
+# GPT-2's pre-tokenizer. Possessive quantifiers match the same as GPT-2's own pattern, without backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# As they stand in the files of Llama 3, and of Qwen2 and Qwen3.
+# Copied from the files of Llama 3, and of Qwen2 and Qwen3.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-# As it stands in the files of Qwen3.5: combining marks belong to words, as most scripts of Asia need it.
+# Copied from the files of Qwen3.5. Combining marks belong to words, as most Asian scripts need it.
 QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
 )
 
-# The ways of cutting a text into words that are known here, under llama.cpp's names: the stages of a `tokenizers` file
-# (without "trim_offsets", which changes no id), and the pattern with which tiktoken cuts in the same way. It has none
-# for SmolLM2, where each digit stands alone: `tokenizers` and tiktoken know the digits of different Unicode versions.
+# Known ways of splitting text into words, by llama.cpp's names: the stages of a `tokenizers` file (without
+# "trim_offsets", which changes no id), and the equivalent pattern for tiktoken. There is none for SmolLM2, which splits
+# digits: `tokenizers` and tiktoken know the digits of different Unicode versions.
 GPT2_STAGE = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 BYTES_STAGE = {**GPT2_STAGE, "use_regex": False}
-NFC = {"type": "NFC"}  # the normalizer of Qwen2 and Qwen3
+NFC = {"type": "NFC"}  # normalizer of Qwen2 and Qwen3
 DIGITS_STAGE = {"type": "Digits", "individual_digits": True}
 
 
@@ -71,18 +69,18 @@ SPLITTINGS = {
     "qwen35": ([pattern_stage(QWEN35_PATTERN), BYTES_STAGE], QWEN35_PATTERN),
 }
 
-# `\s+(?!\S)` backtracks by one character, with one stack entry per character: tiktoken panics if text follows a run of
+# `\s+(?!\S)` backtracks by one character, with a stack entry per character: tiktoken panics if text follows a run of
 # some 500,000 whitespace characters. Such a run is cut where the match would end.
-LONGEST_WHITESPACE = 100_000
+MAX_WHITESPACE = 100_000
 SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # \s above; Python's own has more
-# The lookbehind lets a match start only where a run begins: else time would be quadratic in the length of the run.
-LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{LONGEST_WHITESPACE},}}+")
+# The lookbehind makes a match start only where a run begins; without it, time is quadratic in the length of the run.
+LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{MAX_WHITESPACE},}}+")
 
-# The time to learn from a word grows with the square of its length: hours for a genome. So words that are twice as long
-# as a block are cut for training. Encoding is not quadratic, and cuts nothing.
-BLOCK = 500
+# Training time grows with the square of a word's length: hours for a genome. So words of two blocks and more are cut
+# for training. Encoding is not quadratic, and cuts nothing.
+WORD_BLOCK = 500
 
-PROBE = (
+PROBE_TEXT = (
     "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
     "HE'D we'Ll 1234567 in   2026: 3rd!!\n\n ?\r\n \n  12\n\t9\t\tx\n   y\n"
     "  two   spaces \t\ttabs\r\n\r\n  trailing   \n def f(x):\n    return x**2 != 0x1F  # comment\n"
@@ -93,8 +91,8 @@ PROBE = (
 )
 
 NOT_BYTE_LEVEL = (
-    "not a byte-level BPE tokenizer, the only kind of `tokenizers` file that can be used here, but {}. Models with "
-    "byte-level BPE are GPT-2, SmolLM2, Llama 3, Qwen2 and Qwen3."
+    "not a byte-level BPE tokenizer, the only kind of `tokenizers` file supported, but {}. GPT-2, SmolLM2, Llama 3, "
+    "Qwen2 and Qwen3 have byte-level BPE."
 )
 
 
@@ -105,47 +103,47 @@ class VocabularySizeError(TokenizerError):
 
 
 class BPETokenizer:
-    """Byte-level BPE. Any text round-trips, except for what a file of another program says: a normalizer that brings
-    text into NFC (Qwen's), or a vocabulary that lacks some bytes.
+    """Byte-level BPE. Any text round-trips, except with some imported files: a normalizer may change text (Qwen's NFC),
+    or the vocabulary may lack some bytes.
 
     `encode` treats everything as ordinary text, even the characters "<|endoftext|>": special tokens enter a sequence
-    only by their id, so no document can forge one. `decode` gives a special token's name as text. Added tokens that are
-    not special (Qwen's "<tool_call>") are found in the text, as in `transformers`.
+    only by id, so no document can forge one. `decode` returns a special token's name as text. Added tokens that are not
+    special (Qwen's "<tool_call>") are found in the text, as in `transformers`.
 
-    `bos_id` is the id that stands before each text (Llama 3's "<|begin_of_text|>"), if the file says that there is one.
-    `encode` leaves it out, because what it encodes can be the middle of a text.
+    `bos_id` is the id before each text (Llama 3's "<|begin_of_text|>"), if the file defines one. `encode` leaves it
+    out, because it may encode the middle of a text.
     """
 
     kind = "bpe"
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises TokenizerError if the tokenizer is not a byte-level BPE."""
+        """Raise TokenizerError if the tokenizer is not byte-level BPE."""
         from tokenizers import models
 
-        # A file's settings for batches and for BPE dropout would cut or pad the text, or draw ids at random.
+        # A file may set truncation, padding or BPE dropout, which would cut or pad text, or make ids random.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
             tokenizer.model.dropout = None
         content = json.loads(tokenizer.to_str())
         self.backend = tokenizer
-        self.backend.encode_special_tokens = True  # as ordinary text
-        self.table = token_table(content)
+        self.backend.encode_special_tokens = True  # encodes their names as ordinary text
+        self.table = build_token_table(content)
         added = content.get("added_tokens") or []
         self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
         self.found_in_text = [token["content"] for token in added if not token.get("special")]
-        self.splitting = splitting_of(content)
+        self.splitting = find_splitting(content)
         self.normalizer = tokenizer.normalizer
-        self.bos_id = bos_id(tokenizer)
+        self.bos_id = find_bos_id(tokenizer)
         self.fast: tiktoken.Encoding | None = None
-        obstacle = obstacle_to_tiktoken(content)
+        obstacle = find_tiktoken_obstacle(content)
         if not obstacle:
-            fast = fast_encoder(content, self.table, SPLITTINGS[self.splitting][1])
+            fast = build_tiktoken(content, self.table, SPLITTINGS[self.splitting][1])
             text = self.probe()
             if self.encode_fast(fast, text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids:
                 self.fast = fast
             else:
-                obstacle = "tiktoken gives other ids for the test text"
+                obstacle = "tiktoken gives different ids for the test text"
         slow = f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
         self.encoder_note = slow if obstacle else ""
 
@@ -158,22 +156,22 @@ class BPETokenizer:
         splitting: str = "gpt-2",
         to_nfc: bool = False,
     ) -> BPETokenizer:
-        """Learn merges from a stream of texts; only the counts of its words are kept in memory.
+        """Learn merges from a stream of texts, keeping only word counts in memory.
 
-        `splitting` is "gpt-2", or "qwen35" for scripts with combining marks. With `to_nfc`, the tokenizer brings every
-        text into Unicode's composed form first.
+        `splitting` is "gpt-2", or "qwen35" for scripts with combining marks. With `to_nfc`, the tokenizer converts
+        every text to Unicode's composed form first.
 
-        Raises VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or far too
-        large. The vocabulary is smaller than `vocab_size` if too few pairs occur `min_frequency` times. Words of many
-        hundred characters (DNA) are cut into parts; text without them gives the same merges as `tokenizers`.
+        The vocabulary is smaller than `vocab_size` if too few pairs occur `min_frequency` times. Words of many hundred
+        characters (DNA) are cut into parts; text without them gives the same merges as `tokenizers`. Raises
+        VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or far too large.
         """
-        if vocab_size < SMALLEST_VOCABULARY:
+        if vocab_size < MIN_VOCABULARY:
             raise VocabularySizeError(
                 f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
-                f"use a vocab_size of {SMALLEST_VOCABULARY} or more."
+                f"use a vocab_size of {MIN_VOCABULARY} or more."
             )
-        if vocab_size > LARGEST_VOCABULARY:
-            raise VocabularySizeError(f"A vocab_size of {vocab_size} is too large; use {LARGEST_VOCABULARY:,} at most.")
+        if vocab_size > MAX_VOCABULARY:
+            raise VocabularySizeError(f"A vocab_size of {vocab_size} is too large; use {MAX_VOCABULARY:,} at most.")
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -193,26 +191,26 @@ class BPETokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        parts = (part for text in texts for part in cut_long_words(valid_unicode(text)))
+        parts = (part for text in texts for part in cut_long_words(replace_surrogates(text)))
         tokenizer.train_from_iterator(parts, trainer)
         return cls(tokenizer)
 
     @classmethod
     def load(cls, path: str | Path) -> BPETokenizer:
-        """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError that names the file."""
+        """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError with the name of the file."""
         from tokenizers import Tokenizer
 
         content = read_tokenizer_json(path)
-        if problem := fatal_problem(content):
+        if problem := find_fatal_problem(content):
             raise TokenizerError(f"{path}: {problem}")
         try:
             tokenizer = Tokenizer.from_str(json.dumps(content))
         except BaseException as error:  # `tokenizers` raises a bare Exception, or panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
+            raise TokenizerError(f"`tokenizers` cannot read {path}: {error}.") from None
         try:
-            require_ids_of_the_file(content, tokenizer)
+            require_same_ids(content, tokenizer)
             return cls(tokenizer)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from None
@@ -221,7 +219,8 @@ class BPETokenizer:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """The Hugging Face `tokenizers` form, which `PreTrainedTokenizerFast(tokenizer_file=...)` loads."""
+        """Return the tokenizer as a Hugging Face `tokenizers` file, for
+        `PreTrainedTokenizerFast(tokenizer_file=...)`."""
         return self.backend.to_str(pretty=True)
 
     @property
@@ -230,65 +229,65 @@ class BPETokenizer:
 
     @property
     def end_of_text_id(self) -> int | None:
-        """The id that ends a document; None if the tokenizer has no token with a name of ENDS_OF_TEXT."""
-        return next((self.special_ids[name] for name in ENDS_OF_TEXT if name in self.special_ids), None)
+        """Id that ends a document; None if the tokenizer has none of END_OF_TEXT_NAMES."""
+        return next((self.special_ids[name] for name in END_OF_TEXT_NAMES if name in self.special_ids), None)
 
     @property
     def start_id(self) -> int | None:
-        """The id before the first token of a document: `bos_id`, or else the end of the document before it."""
+        """Id before the first token of a document: `bos_id`, else `end_of_text_id`."""
         return self.end_of_text_id if self.bos_id is None else self.bos_id
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Ids at which generation stops."""
-        return frozenset(self.special_ids[name] for name in ENDS if name in self.special_ids)
+        return frozenset(self.special_ids[name] for name in END_NAMES if name in self.special_ids)
 
     @property
     def unused_ids(self) -> list[int]:
-        """Ids that must never be sampled: special tokens that end nothing, and ids without a token."""
+        """Ids that must never be sampled: special tokens other than `end_ids`, and ids without a token."""
         special = set(self.special_ids.values()) - self.end_ids
         return sorted(special | {i for i, token in enumerate(self.table) if not token})
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes of each id's text; 0 for special tokens."""
+        """UTF-8 bytes of each id's text, (vocab_size,) int32; 0 for special tokens."""
         lengths = np.array([len(token) for token in self.table], dtype=np.int32)
         lengths[list(self.special_ids.values())] = 0
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text, (tokens,) int32. A lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
-        text = valid_unicode(text)
+        """Return the ids of the text, (tokens,) int32. A lone surrogate becomes U+FFFD."""
+        text = replace_surrogates(text)
         if self.fast is None or self.needs_tokenizers(text):
             return np.array(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
         return self.encode_fast(self.fast, text)
 
     def encode_fast(self, fast: tiktoken.Encoding, text: str) -> np.ndarray:
-        """What `encode` gives, by tiktoken."""
+        """Encode by tiktoken."""
         if self.normalizer is not None and not text.isascii():
             text = self.normalizer.normalize_str(text)
         pieces = [fast.encode_to_numpy(piece, disallowed_special=()) for piece in cut_whitespace(text)]
         return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int32)
 
     def needs_tokenizers(self, text: str) -> bool:
-        """Whether tiktoken would give other ids for this text, or fail: an added token is in it, or whitespace that can
-        only be cut by GPT-2's pattern."""
+        """Return whether tiktoken would fail or give different ids: for text with an added token, or with long
+        whitespace, which can only be cut for GPT-2's pattern."""
         if any(name in text for name in self.found_in_text):
             return True
         return self.splitting != "gpt-2" and has_long_whitespace(text)
 
     def probe(self) -> str:
-        """Text that shows whether another program reads this tokenizer in the same way: of many kinds, with some four
-        thousand of the vocabulary's own tokens and all its numbers, but without the names of `found_in_text`."""
+        """Return text that tests whether another program reads this tokenizer in the same way: text of many kinds, some
+        four thousand tokens of the vocabulary and all its numbers, without the names of `found_in_text`."""
         found = {name.encode() for name in self.found_in_text}
         words = [token for token in self.table if token not in found]
         words = words[:: len(words) // 4000 + 1] + [token for token in words if token.isdigit()]
-        # A line break before a word leaves it as it is; a space becomes a part of most words.
+        # A word after a line break stays as it is; a space before it becomes a part of most words.
         listed = b"\n".join(words[::2]) + b" " + b" ".join(words[1::2])
-        return PROBE + listed.decode("utf-8", "replace")
+        return PROBE_TEXT + listed.decode("utf-8", "replace")
 
     def decode(self, ids: TokenIds) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD. Raises TokenizerError for an id out of range."""
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD. Raises TokenizerError for an id out of range."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
@@ -301,37 +300,37 @@ class BPETokenizer:
         return IncrementalDecoder(self.decode_bytes, "utf-8")
 
 
-def bos_id(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The id that a `tokenizers` file puts before each text; None if it puts none there."""
+def find_bos_id(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Return the id that a `tokenizers` file puts before each text, or None."""
     bare, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
     return whole[0] if bare and whole[0] != bare[0] else None
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`): character -> byte."""
+    """Return {character: byte} for GPT-2's printable stand-ins (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def fatal_problem(content: dict[str, Any]) -> str:
-    """Why `tokenizers` would panic or end the process if it read this file; "" if it would not. Nothing in the file has
-    been checked before."""
+def find_fatal_problem(content: dict[str, Any]) -> str:
+    """Return why `tokenizers` would panic or end the process on this file; "" if it would not. The content is not yet
+    checked."""
     model, added = content.get("model"), content.get("added_tokens")
     model = model if isinstance(model, dict) else {}
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # byte-level BPE has neither
-        return NOT_BYTE_LEVEL.format(kind_of(model))
+        return NOT_BYTE_LEVEL.format(describe_kind(model))
     vocab = model.get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     largest = max((i for i in ids if type(i) is int), default=0)
-    if largest >= MOST_GAPS + 2 * len(ids):  # `tokenizers` goes through all ids up to the largest
+    if largest >= MAX_UNUSED_IDS + 2 * len(ids):  # `tokenizers` goes through all ids up to the largest
         return f"its largest token id is {largest:,}, but it has only {len(ids):,} tokens."
     return ""
 
 
-def kind_of(model: dict[str, Any]) -> str:
-    """What people call a tokenizer with this model that is not byte-level BPE."""
+def describe_kind(model: dict[str, Any]) -> str:
+    """Return the common name of a tokenizer that is not byte-level BPE."""
     kind, vocab = model.get("type"), model.get("vocab")
     if kind == "Unigram":
         return "SentencePiece's Unigram"
@@ -341,9 +340,9 @@ def kind_of(model: dict[str, Any]) -> str:
     return known.get(str(kind), f"a model of type {kind!r:.40}")
 
 
-def require_ids_of_the_file(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises TokenizerError if a file gives two tokens one id, or an added token an id that it cannot have.
-    `tokenizers` drops a token, or takes another id, without a word."""
+def require_same_ids(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise TokenizerError if a file gives two tokens one id, or an added token an impossible id. `tokenizers` silently
+    drops such a token, or changes its id."""
     vocab = content["model"]["vocab"]
     if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
         twice = Counter(vocab.values()).most_common(1)[0][0]
@@ -351,19 +350,19 @@ def require_ids_of_the_file(content: dict[str, Any], tokenizer: tokenizers.Token
     for token in content.get("added_tokens") or []:
         if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
-                f"its added token {token['content']!r:.60} has the id {token['id']}, which is taken or leaves a gap: "
-                f"`tokenizers` makes it {found}. Take the tokenizer.json that belongs to the model."
+                f"its added token {token['content']!r:.60} has the id {token['id']}, which is taken or leaves a gap, "
+                f"so `tokenizers` uses {found}. Use the tokenizer.json that belongs to the model."
             )
 
 
-def token_table(content: dict[str, Any]) -> list[bytes]:
-    """The bytes of each id, b"" for an id without a token."""
-    # One of the stages before the model must be ByteLevel. With a byte-level decoder alone, characters that are not in
-    # the vocabulary would be lost.
+def build_token_table(content: dict[str, Any]) -> list[bytes]:
+    """Return the bytes of each id; b"" for an id without a token."""
+    # A stage before the model must be ByteLevel. With only a byte-level decoder, characters outside the vocabulary
+    # would be lost.
     stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
-        raise TokenizerError(NOT_BYTE_LEVEL.format(kind_of(content["model"])))
+        raise TokenizerError(NOT_BYTE_LEVEL.format(describe_kind(content["model"])))
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
     vocab = content["model"]["vocab"] | added
     if not vocab:
@@ -378,8 +377,8 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     return table
 
 
-def splitting_of(content: dict[str, Any]) -> str:
-    """The name in SPLITTINGS of the way in which a `tokenizers` file cuts text into words; "" for any other way."""
+def find_splitting(content: dict[str, Any]) -> str:
+    """Return the name in SPLITTINGS of a `tokenizers` file's way of splitting; "" if it is unknown."""
     pre_tokenizer = content.get("pre_tokenizer") or {}
     stages = [
         {key: value for key, value in stage.items() if key != "trim_offsets"}
@@ -388,34 +387,34 @@ def splitting_of(content: dict[str, Any]) -> str:
     return next((name for name, (known, _) in SPLITTINGS.items() if stages == known), "")
 
 
-def fast_encoder(content: dict[str, Any], table: list[bytes], pattern: str) -> tiktoken.Encoding:
-    """tiktoken for a tokenizer to which `obstacle_to_tiktoken` finds no obstacle."""
+def build_tiktoken(content: dict[str, Any], table: list[bytes], pattern: str) -> tiktoken.Encoding:
+    """Build a tiktoken encoding. Requires that `find_tiktoken_obstacle` finds none."""
     import tiktoken
 
     added = {token["content"] for token in content.get("added_tokens") or []}
     ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in added}
-    # It is never asked for a special token, but needs one.
+    # tiktoken needs a special token, although none is ever encoded.
     return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(table)})
 
 
-def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
-    """Why tiktoken cannot encode for this tokenizer; "" if it can."""
+def find_tiktoken_obstacle(content: dict[str, Any]) -> str:
+    """Return why tiktoken cannot encode for this tokenizer; "" if it can."""
     model = content["model"]
-    splitting = splitting_of(content)
+    splitting = find_splitting(content)
     if splitting and not SPLITTINGS[splitting][1]:
-        return "in its vocabulary each digit stands alone, which tiktoken does not do in the same way"
+        return "it splits digits, which tiktoken does differently"
     if not splitting:
-        return f"it cuts text into words in its own way ({shortened(content.get('pre_tokenizer'))})"
+        return f"its way of splitting text is unknown ({shorten_stage(content.get('pre_tokenizer'))})"
     if content.get("normalizer") not in (None, NFC):
-        return f"it changes the text before ({shortened(content['normalizer'])})"
+        return f"it normalizes the text ({shorten_stage(content['normalizer'])})"
     if any(token.get("normalized") for token in content.get("added_tokens") or [] if not token.get("special")):
-        return "it has added tokens that are looked for in changed text"
+        return "it has added tokens that are searched in normalized text"
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return "the BPE model has options that tiktoken does not have"
+        return "the BPE model has options that tiktoken lacks"
     vocab, alphabet = model["vocab"], byte_alphabet()
     if any(character not in vocab for character in alphabet):
         return "the vocabulary lacks some of the 256 bytes, so text with them does not round-trip"
-    # tiktoken merges in the order of the ids, `tokenizers` in the order of the list: the two must agree.
+    # tiktoken merges in the order of ids, `tokenizers` in the order of the list; the two must agree.
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merged = [vocab.get("".join(pair), -1) for pair in pairs]
     first = max(vocab[character] for character in alphabet)
@@ -427,19 +426,19 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     return ""
 
 
-def shortened(stage: Any) -> str:
+def shorten_stage(stage: Any) -> str:
     return f"{json.dumps(stage, ensure_ascii=False):.200}"
 
 
 def has_long_whitespace(text: str) -> bool:
-    """False if no run of whitespace is longer than LONGEST_WHITESPACE; True if one is, or perhaps."""
-    half = LONGEST_WHITESPACE // 2  # a longer run covers at least one whole block of this size: a quick test
-    return len(text) > LONGEST_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half))
+    """Return False if no run of whitespace is longer than MAX_WHITESPACE. True means that one may be."""
+    half = MAX_WHITESPACE // 2  # a longer run covers at least one such block, which is quick to test
+    return len(text) > MAX_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half))
 
 
 def cut_whitespace(text: str) -> Iterator[str]:
-    """The text in pieces to which GPT-2's pattern gives the same ids as to the whole. No piece has a run that overflows
-    tiktoken's stack."""
+    """Yield the text in pieces, with the same ids by GPT-2's pattern as the whole, and without whitespace that
+    overflows tiktoken's stack."""
     start = 0
     if has_long_whitespace(text):
         for match in LONG_WHITESPACE.finditer(text):
@@ -450,18 +449,20 @@ def cut_whitespace(text: str) -> Iterator[str]:
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """The text in parts. Only words of BLOCK or more characters are cut, so that none has twice as many."""
+    """Yield the text in parts. Words of WORD_BLOCK characters and more are cut, so that none has twice as many."""
     start, block_of_a_word = 0, block_pattern()
-    for block in range(0, len(text), BLOCK):  # a word twice as long covers at least one whole block: a quick test
+    for block in range(
+        0, len(text), WORD_BLOCK
+    ):  # a word twice as long covers at least one block, which is quick to test
         if block_of_a_word.match(text, block):
-            yield text[start : block + BLOCK // 2]
-            start = block + BLOCK // 2
+            yield text[start : block + WORD_BLOCK // 2]
+            start = block + WORD_BLOCK // 2
     yield text[start:]
 
 
 @functools.cache
 def block_pattern() -> re.Pattern[str]:
-    """Match BLOCK characters that may stand in one word, by the kinds of word of the splittings: letters with their
-    marks, digits, punctuation, whitespace."""
-    kinds = (rf"(?:[^\W\d_]|[{joining_characters()}])", r"\d", r"(?:[^\w\s]|_)", r"\s")
-    return re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in kinds))
+    """Return a pattern for WORD_BLOCK characters of one kind, which may be in one word: letters with marks, digits,
+    punctuation, whitespace."""
+    kinds = (rf"(?:[^\W\d_]|[{joining_character_class()}])", r"\d", r"(?:[^\w\s]|_)", r"\s")
+    return re.compile("|".join(rf"{kind}{{{WORD_BLOCK}}}" for kind in kinds))

@@ -1,13 +1,13 @@
-"""Conversations as text: one template for training, generation, export and the server; and the one of other people's
-models, ChatML.
+"""Chat templates: turn conversations into token ids for training, generation, export and the server. Our own template,
+and ChatML for imported models.
 
     <|endoftext|>System: Be brief.
     User: What is the capital of France?
     Assistant: Paris.<|endoftext|>User: And of Italy?
     Assistant: Rome.<|endoftext|>
 
-The end-of-text token is written by its id, so no text that a user types can imitate it. With a tokenizer that has its
-own beginning of a text (Llama 3's), a conversation begins with that.
+The end-of-text token is inserted by its id, so no text that a user types can imitate it. If the tokenizer has a token
+for the beginning of a text (Llama 3's), a conversation begins with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tokenizer_base import TokenizerError
 
 ROLES = ("system", "user", "assistant")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-LONGEST_LABEL = 100  # characters
+MAX_LABEL_CHARACTERS = 100
 
 
 class Message(NamedTuple):
-    """A turn: `role` is one of ROLES."""
+    """A turn of a conversation; `role` is one of ROLES."""
 
     role: str
     content: str
@@ -39,10 +39,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatTemplate:
-    """The label before a turn of each role.
+    """Our template: a label before each turn.
 
-    A prompt ends with the assistant's label and no space: byte-level BPE joins a space with the word after it, so the
-    ids of a prompt are a prefix of those of the whole conversation. White space around a turn is dropped for the same
+    A prompt ends with the assistant's label and no space. Byte-level BPE joins a space with the next word, so the ids
+    of a prompt are a prefix of those of the whole conversation. White space around a turn is dropped for the same
     reason.
     """
 
@@ -52,20 +52,19 @@ class ChatTemplate:
 
     @model_validator(mode="after")
     def checked(self) -> ChatTemplate:
-        """Refuse a label with which a prompt's ids would not be a prefix."""
+        """Reject labels with which the ids of a prompt would not be a prefix of the conversation's."""
         for role, label in asdict(self).items():
-            if not label or label != label.strip() or len(label) > LONGEST_LABEL:
+            if not label or label != label.strip() or len(label) > MAX_LABEL_CHARACTERS:
                 raise ValueError(
-                    f"the label of {role} is {label!r:.100}; it must be a short text without white space around it"
+                    f"the label of {role} is {label!r:.100}; it must be short, with no white space around it"
                 )
         return self
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
-    def parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """Split messages into [(text, whether it is an answer)]. The assistant's label belongs to the text before its
-        answer."""
+    def split_turns(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """Return [(text, is_answer)]. The assistant's label belongs to the text before its answer."""
         parts, prompt = [], ""
         for role, content in messages:
             if role == "assistant":
@@ -76,21 +75,23 @@ class ChatTemplate:
         return [*parts, (prompt, False)] if prompt else parts
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a conversation: (ids,) int32, and (ids,) bool that is True in answers, including their end.
+        """Return the ids of a conversation, (ids,) int32, and a mask of its answers including their end, (ids,) bool.
 
-        Raises TokenizerError for a tokenizer without an end-of-text token.
+        Raises TokenizerError if the tokenizer has no end-of-text token.
         """
-        return encode_parts(tokenizer, self.parts(messages))
+        return encode_parts(tokenizer, self.split_turns(messages))
 
     def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
-        """Encode `messages` up to where an answer to them is generated.
+        """Return the ids of `messages` up to the beginning of the next answer.
 
-        If there are more than `room`, the oldest turns after the system's are dropped, a question together with its
-        answer. The last question always stays. Raises TokenizerError like `encode`.
+        If there are more than `room` ids, the oldest questions are dropped with their answers; the system's turn and
+        the last question stay. Raises TokenizerError as `encode` does.
         """
 
         def encode(kept: Sequence[Message]) -> list[int]:
-            ids: list[int] = encode_parts(tokenizer, self.parts([*kept, Message("assistant", "")])[:-1])[0].tolist()
+            ids: list[int] = encode_parts(tokenizer, self.split_turns([*kept, Message("assistant", "")])[:-1])[
+                0
+            ].tolist()
             return ids
 
         return without_oldest_turns(messages, room, encode)
@@ -98,8 +99,8 @@ class ChatTemplate:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatML:
-    """The template of SmolLM2's and Qwen's chat models, which imported models keep for generation. Names of tokens are
-    ids here, which no text that a user types can imitate.
+    """The template of SmolLM2's and Qwen's chat models, which imported models keep for generation. Special tokens are
+    inserted by id, so no text that a user types can imitate them.
 
         <|im_start|>user
         What is the capital of France?<|im_end|>
@@ -107,15 +108,15 @@ class ChatML:
         Paris.<|im_end|>
     """
 
-    chatml: str = ""  # the system's turn of a conversation that has none; "" is no turn
+    chatml: str = ""  # default system message; "" means none
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids,) int32 of a conversation, and (ids,) bool that is True in answers, including their end.
+        """Return the ids of a conversation, (ids,) int32, and a mask of its answers including their end, (ids,) bool.
 
-        Raises TokenizerError for a tokenizer without the two tokens.
+        Raises TokenizerError if the tokenizer lacks the two tokens.
         """
         begin, end = self.special_ids(tokenizer)
         if messages[0].role != "system" and self.chatml:
@@ -131,26 +132,26 @@ class ChatML:
         return np.concatenate(arrays), np.array(counted)
 
     def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
-        """As `ChatTemplate.prompt_ids`."""
+        """Return the ids of `messages` up to the beginning of the next answer. See `ChatTemplate.prompt_ids`."""
         begin, _ = self.special_ids(tokenizer)
         asks = [begin, *tokenizer.encode("assistant\n").tolist()]
         return without_oldest_turns(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
 
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
-        """Return the ids of the two tokens. Raises TokenizerError for a tokenizer without them."""
+        """Return the ids of CHATML_TOKENS. Raises TokenizerError if the tokenizer lacks them."""
         known = tokenizer.special_ids
         if missing := [name for name in CHATML_TOKENS if name not in known]:
-            raise TokenizerError(f"The chat template is ChatML, and the tokenizer has no token {missing[0]}.")
+            raise TokenizerError(f"The chat template is ChatML, but the tokenizer has no token {missing[0]}.")
         begin, end = (known[name] for name in CHATML_TOKENS)
         return begin, end
 
 
-AnyTemplate: TypeAlias = "ChatTemplate | ChatML"
+Template: TypeAlias = "ChatTemplate | ChatML"
 
 
-def template_from_dict(values: Any) -> AnyTemplate:
-    """Read the template in a checkpoint's config. Raises ValueError."""
+def template_from_dict(values: Any) -> Template:
+    """Build the template from a checkpoint's config. Raises ValueError if it is invalid."""
     is_chatml = isinstance(values, dict) and "chatml" in values
     return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
 
@@ -158,7 +159,7 @@ def template_from_dict(values: Any) -> AnyTemplate:
 def without_oldest_turns(
     messages: Sequence[Message], room: int | None, encode: Callable[[Sequence[Message]], list[int]]
 ) -> list[int]:
-    """Encode the messages, without as many of the oldest as `room` demands (None: all stay)."""
+    """Encode the messages without the oldest questions and answers that do not fit in `room` (None: keep all)."""
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
 
@@ -167,13 +168,13 @@ def without_oldest_turns(
 
     if room is None:
         return without(0)
-    # Binary search: dropping one at a time would encode a long conversation as often as it has questions.
+    # Binary search, because dropping one at a time would encode a long conversation once per question.
     limit = max(0, len(turns) - 1) // 2
     return without(bisect.bisect_left(range(limit), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
-    end = end_of_text(tokenizer)
+    end = require_end_of_text_id(tokenizer)
     arrays, counted = [np.array([tokenizer.start_id], np.int32)], [np.zeros(1, bool)]
     for text, is_answer in parts:
         ids = tokenizer.encode(text)
@@ -182,19 +183,19 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tup
     return np.concatenate(arrays), np.concatenate(counted)
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id that ends an answer. Raises TokenizerError for a tokenizer that has none."""
+def require_end_of_text_id(tokenizer: Tokenizer) -> int:
+    """Return the id that ends an answer. Raises TokenizerError if the tokenizer has none."""
     if tokenizer.end_of_text_id is None:
         raise TokenizerError(
-            f"A {tokenizer.kind} tokenizer without an end-of-text token cannot express a conversation, because nothing "
+            f"A {tokenizer.kind} tokenizer without an end-of-text token cannot encode conversations, because nothing "
             "would end an answer. Use a BPE tokenizer."
         )
     return tokenizer.end_of_text_id
 
 
 def require_order(messages: Sequence[Message], last: str) -> None:
-    """Raise ValueError unless questions and answers take turns, after at most one turn of the system, up to a turn of
-    `last` ("user": to be answered; "assistant": to learn from), and no turn is empty."""
+    """Raise ValueError unless user and assistant alternate, after an optional system turn, and end with `last` ("user"
+    for a prompt, "assistant" for training), with no empty turn."""
     if not messages:
         raise ValueError("it has no turns")
     for number, (role, content) in enumerate(messages, 1):

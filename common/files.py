@@ -1,4 +1,4 @@
-"""Files and folders: writes that are whole or not there, hashes, JSON with errors that name the line, and locks."""
+"""Files and folders: atomic writes, hashes, JSON with errors that name the line, locks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import filelock
 
 from common.errors import UserError
 
-# Of checkpoints. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
+# Names of checkpoint folders. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
 STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
-OF_RUN = "run"  # in such a copy: the records of its run
+RECORDS_FOLDER = "run"  # in a mirror's copies
 CHECKPOINT_NAME = re.compile(rf"best|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` for writing. It is renamed to `path` when it is complete and on disk.
+    """Open a temporary file beside `path` for writing, and rename it to `path` once it is complete and on disk.
 
-    If the body raises, or if the disk is full, the file at `path` stays as it was, and the temporary file is deleted.
+    If the body raises or the disk is full, the file at `path` is unchanged, and the temporary file is deleted.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -50,13 +50,13 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make a rename inside `path` durable. Windows cannot open a directory, and needs no sync of it."""
+    """Make a rename inside `path` durable. Does nothing on Windows, which needs no sync of directories."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some network and FUSE file systems (Drive among them) have no fsync for directories
+    except OSError:  # network and FUSE file systems (Drive among them) may lack fsync for directories
         pass
     finally:
         os.close(descriptor)
@@ -68,55 +68,54 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Write JSON in UTF-8. A byte of a file name that is not UTF-8 is a lone surrogate in Python, and becomes an
-    escape."""
+    """Return JSON in UTF-8. Lone surrogates, from file names that are not UTF-8, become escapes."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def require_regular(path: Path, error: type[UserError]) -> None:
-    """Raise `error` for a folder, and for a pipe or device: reading one may never end."""
+    """Raise `error` for a folder, pipe or device. Reading a pipe or device may never end."""
     if os.path.isdir(path):
-        raise error(f"{path} is a folder, and a file is needed.")
+        raise error(f"{path} is a folder, but a file is needed.")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise error(f"{path} is not a regular file. Write its content to one first.")
+        raise error(f"{path} is not a regular file. Write its content to a file first.")
 
 
 def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
-    """Read a small file in UTF-8, without its byte order mark. Raises `error` that names the file, and `flag` if there
-    is no such file."""
+    """Read a small UTF-8 file without its byte order mark. Raises `error` with the name of the file; if it does not
+    exist, also with `flag`."""
     path = Path(path)
     require_regular(path, error)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise error(f"There is no file {path} ({flag}).") from None
+        raise error(f"No such file: {path} ({flag}).") from None
     except UnicodeDecodeError as problem:
         raise error(f"{path} is not UTF-8 text (byte {problem.start}).") from None
 
 
 def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
-    """Read a JSON object. Raises `error` that names the file, and the line and column of a syntax error."""
+    """Read a JSON object. Raises `error` with the name of the file, and the line and column of a syntax error."""
     path = Path(path)
     require_regular(path, error)
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        raise error(f"There is no file {path}.") from None
+        raise error(f"No such file: {path}.") from None
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is not UTF-8 text (byte {problem.start}); a JSON file was expected.") from None
+        raise error(f"{path} is not UTF-8 text (byte {problem.start}), but a JSON file is needed.") from None
     except json.JSONDecodeError as problem:
         place = f"line {problem.lineno}, column {problem.colno}"
         raise error(f"{path} is not valid JSON: {problem.msg} at {place}.") from None
-    except (ValueError, RecursionError) as problem:  # a number with thousands of digits, or thousands of open brackets
-        raise error(f"{path} is not usable JSON: {problem}.") from None
+    except (ValueError, RecursionError) as problem:  # thousands of digits, or of open brackets
+        raise error(f"{path} is not usable as JSON: {problem}.") from None
     if not isinstance(value, dict):
-        raise error(f"{path} holds a JSON {type(value).__name__}; an object {{...}} was expected.")
+        raise error(f"{path} holds a JSON {type(value).__name__}, but an object {{...}} is needed.")
     return value
 
 
-def name_of(given: str) -> str:
-    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, `my_code`
-    for my_code/**/*.py, and `c4` for hf://datasets/allenai/c4/en/*.json.gz."""
+def name_input(given: str) -> str:
+    """Return a folder name for an input: `my_book` for my_book.txt, `my_code` for my_code/**/*.py, `c4` for
+    hf://datasets/allenai/c4/en/*.json.gz."""
     if dataset := re.match(r"hf://datasets/[^/]+/([^/@]+)", given):
         given = dataset[1]
     path = Path(os.path.abspath(Path(given).expanduser()))
@@ -132,7 +131,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def free_space(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which may not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
@@ -143,10 +142,10 @@ def nearest_existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: Callable[[], UserError]) -> Iterator[None]:
-    """Keep other processes out of a folder, which may not exist yet, by a lock file beside it. The system releases the
-    lock when the process ends, even if it is killed. Raises `busy()` if another process holds it."""
-    place = folder.resolve()  # the same for a link to it
-    # A soft lock, filelock's answer where a file system has none, would outlive a process that is killed.
+    """Lock a folder, which need not exist yet, by a file beside it. The system releases the lock when the process ends,
+    even if it is killed. Raises `busy()` if another process holds it."""
+    place = folder.resolve()  # a link to the folder gets the same lock
+    # filelock's soft lock, for file systems without locks, would outlive a killed process.
     lock = filelock.FileLock(place.with_name(f".{place.name}.lock"), timeout=0, fallback_to_soft=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -154,25 +153,25 @@ def locked(folder: Path, busy: Callable[[], UserError]) -> Iterator[None]:
     except filelock.Timeout:
         raise busy() from None
     except (OSError, NotImplementedError) as problem:
-        print(f"Note: {place.parent} has no locks ({problem}); do not start a second process for {folder}.")
+        print(f"Note: {place.parent} does not support locks ({problem}). Do not start a second process for {folder}.")
     try:
         yield
     finally:
         if lock.is_locked:
-            with contextlib.suppress(OSError):  # Windows deletes it itself
-                os.unlink(lock.lock_file)  # while it is held: whoever waits for this file finds it gone
+            with contextlib.suppress(OSError):  # filelock deletes it on Windows
+                os.unlink(lock.lock_file)  # while held, so that a waiting process sees it is gone
             lock.release()
 
 
 @functools.cache
-def session() -> dict[str, Any]:
-    """Describe this process, as whoever holds a folder does in a JSON file there."""
+def describe_session() -> dict[str, Any]:
+    """Return the id, machine and start of this process, which the holder of a folder writes there."""
     started = datetime.datetime.now().isoformat(" ", timespec="seconds")
     return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
 
 
-def holder(path: Path) -> str:
-    """Return the `session` in a JSON file, for the end of a sentence; "" if there is none."""
+def describe_holder(path: Path) -> str:
+    """Return the "session" of a JSON file in parentheses; "" if there is none."""
     with contextlib.suppress(UserError, KeyError, TypeError):
         theirs = read_json(path, UserError)["session"]
         return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"

@@ -1,4 +1,4 @@
-"""Command lines: argparse without its surprises. Settings are declared once, as fields of a pydantic dataclass."""
+"""Parse command lines. Settings are declared once, as fields of a pydantic dataclass."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, NoReturn, TypeVar
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError
-from common.validation import about, check, choices_of, fields_of, is_tuple, kind_of, suggest
+from common.validation import check, choices_of, extras, fields_of, is_tuple, kind_of, suggest
 
 T = TypeVar("T")
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows that a flag needs a value, although the parser accepts it without one (to report all missing values
-    together). A switch that is off by default takes no value."""
+    """Shows a flag's value as required, although the parser accepts the flag without one, to report all missing values
+    together. A switch that is off by default takes no value."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if (action.const is True and action.nargs == "?") or action.nargs == "*":
@@ -31,38 +31,38 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that neither guesses abbreviated flags nor exits by itself."""
+    """An argparse parser that does not guess abbreviated flags and never exits."""
 
     def __init__(self, prog: str, **options: Any):
         width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
         formatter = lambda prog: Formatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(prog, allow_abbrev=False, formatter_class=formatter, **options)
-        self.words: list[str] = []  # the words that were parsed last
+        self.words: list[str] = []  # the last parsed command line
         self.options: Mapping[str, FieldInfo] = {}
         self.elsewhere: Mapping[str, str] = {}
 
-    def parse_known_args(  # type: ignore[override]  # as below
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads have other namespace classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         self.words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def add_options(self, options: Mapping[str, FieldInfo], elsewhere: Mapping[str, str] | None = None) -> None:
-        """Add a flag for each option, under the heading of its group. `elsewhere`: flag -> the script that has it."""
+        """Add a flag for each option, grouped by heading. `elsewhere`: flag -> the script that has it."""
         self.options, self.elsewhere = options, elsewhere or {}
         groups: dict[str, argparse._ArgumentGroup] = {}
         for key, f in options.items():
-            if word := about(f).get("word"):
+            if word := extras(f).get("word"):
                 count = "*" if is_tuple(f) else None if f.is_required() else "?"
                 self.add_argument(key, nargs=count, default=argparse.SUPPRESS, metavar=word, help=f.description)
                 continue
-            heading = about(f).get("group", "model")
+            heading = extras(f).get("group", "model")
             is_set = not (f.default is None or f.default is False or f.default == ())
             groups[heading] = groups.get(heading) or self.add_argument_group(heading)
             default = f"{f.default:g}" if isinstance(f.default, float) else f.default
             text = str(f.description) + (f" [{default}]" if is_set else "")
             takes: dict[str, Any] = {"nargs": "?", "const": True, "action": "append" if is_tuple(f) else "store"}
-            if about(f).get("many"):
+            if extras(f).get("many"):
                 takes = {"nargs": "*", "action": "extend"}
             metavar = "|".join(choices_of(f) or [metavar_of(f)])
             groups[heading].add_argument(
@@ -70,18 +70,20 @@ class Parser(argparse.ArgumentParser):
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-        """Read the typed flags; True for one without a value. Unknown words go to `problems`."""
+        """Return the given flags and values; True for a flag without one. Append unknown words to `problems`."""
         known, unknown = self.parse_known_args(argv)
         problems += self.unknown_words(unknown)
         typed = {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
-        return {key: meant(value, self.options[key]) if key in self.options else value for key, value in typed.items()}
+        return {
+            key: convert(value, self.options[key]) if key in self.options else value for key, value in typed.items()
+        }
 
     def require_none(self, problems: Sequence[str]) -> None:
-        """Raise ConfigError that lists the problems, if there are any."""
+        """Raise ConfigError listing the problems, if there are any."""
         if problems:
             raise ConfigError("\n".join([*problems, f"`python {self.prog} --help` lists all flags."]))
 
-    def parse_args(  # type: ignore[override]  # its overloads are for other classes of namespace
+    def parse_args(  # type: ignore[override]  # argparse's overloads have other namespace classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         known, unknown = self.parse_known_args(args, namespace)
@@ -90,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def unknown_words(self, words: Sequence[str]) -> list[str]:
-        """Say what is wrong with words that no flag took, each with the nearest flag."""
+        """Describe words that belong to no flag, each with the nearest flag."""
         flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
         problems = []
         for before, word in zip(["", *words], words, strict=False):
@@ -107,21 +109,21 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def dashed_values(self) -> Iterator[tuple[str, str, str]]:
-        """Yield (flag, word, hint) for each word after a flag that begins with a dash and is not a flag: probably a
+        """Yield (flag, word, hint) for each word after a flag that begins with a dash but is not a flag, so probably a
         value."""
         known = self._option_string_actions
         for flag, word in itertools.pairwise(self.words):
             if flag in known and known[flag].nargs != 0 and word.startswith("-") and word.split("=")[0] not in known:
-                yield flag, word, f" A value that begins with a dash is written {flag}={shlex.quote(word)}."
+                yield flag, word, f" Write a value that begins with a dash as {flag}={shlex.quote(word)}."
 
     def settings(self, argv: Sequence[str] | None, model: type[T]) -> T:
-        """Read the words and flags as `model`, a pydantic dataclass whose fields are options, and whose docstring says
-        what the script does. Raises ConfigError that lists what is wrong with them."""
+        """Parse the command line into `model`, a pydantic dataclass whose fields are options and whose docstring
+        describes the script. Raises ConfigError listing all problems."""
         options = fields_of(model)
         words = [
             f"[{word} ...]" if is_tuple(f) else word if f.is_required() else f"[{word}]"
             for f in options.values()
-            if (word := about(f).get("word"))
+            if (word := extras(f).get("word"))
         ]
         self.usage = " ".join(["%(prog)s", *words, *(["[--FLAG VALUE ...]"] if len(words) < len(options) else [])])
         self.description = self.description or model.__doc__
@@ -129,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         add_debug(self)
         problems: list[str] = []
         values = self.read(argv, problems)
-        names = {key: str(about(f).get("word") or f"--{key}") for key, f in self.options.items()}
+        names = {key: str(extras(f).get("word") or f"--{key}") for key, f in self.options.items()}
         settings = check(model, values, problems, names)
         self.require_none(problems)
         assert settings is not None
@@ -142,25 +144,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--debug`, which `common.script.script` reads; it wraps every script's main."""
+    """Add `--debug`, which `common.script.script` reads."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def metavar_of(f: FieldInfo) -> str:
-    """Return the name of its value in --help."""
-    return "" if f.default is False else str(about(f).get("metavar") or METAVARS[kind_of(f)])
+    """Return the name of a field's value in --help."""
+    return "" if f.default is False else str(extras(f).get("metavar") or METAVARS[kind_of(f)])
 
 
-def meant(typed: Any, f: FieldInfo) -> Any:
-    """Convert a flag's word, or each of its words: 64 for "64", True for "true", unless a text is meant."""
+def convert(typed: Any, f: FieldInfo) -> Any:
+    """Convert the value, or values, of a flag: "64" to 64, "true" to True, unless the field is a text."""
     if isinstance(typed, list):
-        return tuple(meant(word, f) for word in typed)
-    is_text = kind_of(f) is str and "switch" not in about(f)
+        return tuple(convert(word, f) for word in typed)
+    is_text = kind_of(f) is str and "switch" not in extras(f)
     return typed if is_text or not isinstance(typed, str) else parse_word(typed)
 
 
 def parse_word(word: str) -> Any:
-    """Convert a flag's word: 64, 1_000, 3e-4, true. Any other word stays as it is."""
+    """Convert a word to a number or boolean (64, 1_000, 3e-4, true), or return it unchanged."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     with contextlib.suppress(ValueError):

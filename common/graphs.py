@@ -1,5 +1,5 @@
-"""CUDA graphs: a GPU records the kernels of some work once, and replays them with one launch. Python takes longer to
-launch the kernels of a small model than a GPU to run them."""
+"""CUDA graphs: record the kernels of some work once, and replay them with one launch. For small models, launching
+kernels from Python takes longer than running them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records work. Its inputs and results are tensors that stay where they are: a replay reads and overwrites them.
-    On a CPU, tests use a recorder that repeats the operations."""
+    """Records work whose inputs and results are tensors at fixed addresses: a replay reads and overwrites them. Tests
+    on a CPU use a recorder that repeats the operations."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Do the work once as it will be recorded: libraries and allocators are set up then."""
+        """Run the work once on the recording stream, to set up libraries and allocators."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Return a function that replays the work, and its result. Recording does not do the work."""
+        """Record the work without running it. Return a function that replays it, and its result."""
 
 
 class GraphRecorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -38,7 +38,7 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            # Not torch.cuda.graph(), which empties the allocator's cache. Thread-local: other threads read batches and
+            # torch.cuda.graph() would empty the allocator's cache. Thread-local, because other threads read batches and
             # write checkpoints meanwhile.
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:

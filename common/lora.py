@@ -1,5 +1,5 @@
-"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): the weights of a trained model, the
-base, are frozen. Two thin matrices beside each adapted one are trained instead.
+"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): freeze the weights of a trained model,
+the base, and train two thin matrices beside each adapted one.
 
 y = W x + alpha / rank * B A x, with A (rank, in) and B (out, rank). B starts at zero, so the model starts as its base.
 """
@@ -23,29 +23,29 @@ from pydantic.dataclasses import dataclass
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.tensors import Uninitialized, weights_file
-from common.validation import STRICT, Text
-from model import Head, Linear, TransformerLanguageModel, listed, require_shapes
+from common.validation import STRICT, NonEmptyText
+from model import Head, Linear, TransformerLanguageModel, list_first, require_shapes
 from model_config import ModelConfig
 
-# What can be adapted, with the modules of a block that belong to it. "embeddings": the token embedding and the head.
-TARGETS = {
+# Target -> its modules in a block. "embeddings" are outside the blocks: the token embedding and the head.
+TARGET_MODULES = {
     "attention": ("attention.qkv", "attention.out_proj"),
     "feed_forward": ("feed_forward.fc1", "feed_forward.fc2"),
     "embeddings": (),
 }
 EMBEDDING, HEAD = "token_embedding", "head"
-LARGEST_RANK = 65_536  # also the largest alpha; anything larger is a mistake
+MAX_RANK = 65_536  # also the maximum of alpha; a larger value is a mistake
 
 
 @dataclass(frozen=True, config=STRICT)
 class LoRA:
-    """The shape of adapters, and their base."""
+    """The settings of adapters, and their base."""
 
-    rank: Annotated[int, Field(ge=1, le=LARGEST_RANK)]
-    alpha: Annotated[float, Field(gt=0, le=LARGEST_RANK)]
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
+    alpha: Annotated[float, Field(gt=0, le=MAX_RANK)]
     targets: Annotated[tuple[Literal["attention", "feed_forward", "embeddings"], ...], Field(min_length=1)]
-    base: Text  # a checkpoint folder: absolute, or relative to the folder in which the training started
-    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of the base's weights file
+    base: NonEmptyText  # checkpoint folder, absolute or relative to the working directory of the training
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # SHA-256 of the base's weights file
 
     @property
     def scale(self) -> float:
@@ -53,12 +53,14 @@ class LoRA:
 
     @property
     def block_modules(self) -> tuple[str, ...]:
-        """The adapted modules of a block."""
-        return tuple(module for target, modules in TARGETS.items() if target in self.targets for module in modules)
+        """Adapted modules inside a block."""
+        return tuple(
+            module for target, modules in TARGET_MODULES.items() if target in self.targets for module in modules
+        )
 
     @property
     def end_modules(self) -> tuple[str, ...]:
-        """The adapted modules outside the blocks. A tied head shares the adapters of the embedding."""
+        """Adapted modules outside the blocks. A tied head shares the adapters of the embedding."""
         return (EMBEDDING, HEAD) if "embeddings" in self.targets else ()
 
     def modules(self, config: ModelConfig) -> list[str]:
@@ -71,7 +73,7 @@ class LoRA:
 
 
 class AdaptedLinear(Linear):
-    """A linear layer with adapters. Weight and bias are the base's, keep their names, and are not trained."""
+    """A linear layer with adapters. Weight and bias are the frozen ones of the base, under the same names."""
 
     def __init__(self, base: Linear, lora: LoRA):
         with Uninitialized():
@@ -81,16 +83,16 @@ class AdaptedLinear(Linear):
         self.lora_A, self.lora_B = new_adapters(base.weight, lora)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        thin = F.linear(x, self.lora_A) * self.scale  # (..., rank), where scaling costs least
+        thin = F.linear(x, self.lora_A) * self.scale  # (..., rank); scaled here, where it costs least
         return super().forward(x) + F.linear(thin, self.lora_B)
 
 
 class AdaptedHead(AdaptedLinear, Head):
-    """The same for the head, whose forward is Head's own."""
+    """A head with adapters; it uses the forward of Head."""
 
 
 class AdaptedEmbedding(nn.Embedding):
-    """An embedding with adapters. The weight is the base's and not trained; a row is W[t] + alpha / rank * B[t] A."""
+    """An embedding with adapters: row t is W[t] + alpha / rank * B[t] A. W is the frozen weight of the base."""
 
     def __init__(self, base: nn.Embedding, lora: LoRA):
         with Uninitialized():
@@ -105,23 +107,24 @@ class AdaptedEmbedding(nn.Embedding):
 
 
 def new_adapters(weight: torch.Tensor, lora: LoRA) -> tuple[nn.Parameter, nn.Parameter]:
-    """Make A and B for a weight (out, in). They are drawn on the CPU, so that a seed gives the same on every device."""
+    """Return A (rank, in) and B (out, rank) for a weight (out, in), drawn on the CPU so that a seed is the same on
+    every device."""
     a, b = torch.empty(lora.rank, weight.size(1)), torch.zeros(weight.size(0), lora.rank)
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as in the reference implementation
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # the reference implementation's
     return nn.Parameter(a.to(weight.device)), nn.Parameter(b.to(weight.device))
 
 
 def add_adapters(model: TransformerLanguageModel, lora: LoRA) -> None:
-    """Freeze `model` and add adapters to it. Its weights keep their names, so that they can still be loaded."""
+    """Freeze `model` and add adapters. Weights keep their names, so that they can still be loaded."""
     model.requires_grad_(False)
     for name in lora.modules(model.config):
-        adapted = ADAPTED[type(model.get_submodule(name))]
+        adapted = ADAPTED_CLASSES[type(model.get_submodule(name))]
         model.set_submodule(name, adapted(model.get_submodule(name), lora))
     if HEAD in lora.end_modules and model.config.tie_embeddings:
         model.head.lora_A, model.head.lora_B = model.token_embedding.lora_A, model.token_embedding.lora_B
 
 
-ADAPTED: dict[type[nn.Module], Callable[[Any, LoRA], nn.Module]] = {
+ADAPTED_CLASSES: dict[type[nn.Module], Callable[[Any, LoRA], nn.Module]] = {
     Linear: AdaptedLinear,
     Head: AdaptedHead,
     nn.Embedding: AdaptedEmbedding,
@@ -135,27 +138,27 @@ def lora_of(model: nn.Module) -> LoRA | None:
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the adapters by name: `blocks.N.attention.qkv.lora_A` and so on. Shared ones appear once, under their
-    first name."""
+    """Return the adapters by name (`blocks.N.attention.qkv.lora_A`). Shared ones appear once, under their first
+    name."""
     return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B"))}
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
-    """Load adapters into a model that has them. Raises ValueError if they do not fit it or are not finite."""
+    """Load adapters into a model that has some. Raises ValueError if they do not fit or are not finite."""
     own = adapters_of(model)
     require_shapes(adapters, {name: tensor.shape for name, tensor in own.items()}, "the adapters do not fit the base")
     broken = [name for name, tensor in adapters.items() if not tensor.float().sum().isfinite()]
     if broken:
-        raise ValueError(f"the adapters are not finite: {listed(broken)}")
+        raise ValueError(f"the adapters are not finite: {list_first(broken)}")
     model.load_state_dict(adapters, strict=False)
 
 
 def merge(
     weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoRA, config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Add the adapters to the base's weights, W + alpha / rank * B A, under the same names.
+    """Return the base's weights with the adapters added, W + alpha / rank * B A, under the same names.
 
-    Both may be on the meta device. Raises ValueError for adapters of another model.
+    Both may be on the meta device. Raises ValueError if the adapters belong to another model.
     """
     adapted, modules = {}, set(lora.modules(config))
     for name, weight in weights.items():
@@ -176,30 +179,29 @@ def merge(
 
 
 def find_base(lora: LoRA, checkpoint: Path) -> Path:
-    """Find the folder of an adapter checkpoint's base. Its path is tried from the current folder and from every folder
-    above the checkpoint, so that a project folder can move.
+    """Return the folder of an adapter checkpoint's base. Its path is looked up in the current folder and in all parents
+    of the checkpoint, so that a project folder can be moved.
 
-    Raises CheckpointError if there is no base, or if its weights are not those that the adapters were trained on.
+    Raises CheckpointError if there is no base, or if its weights are not the ones the adapters were trained on.
     """
     places = [Path(lora.base), *(parent / lora.base for parent in checkpoint.absolute().parents)]
     found = [place for place in places if os.path.isfile(weights_file(place))]
     for place in found:
         file = weights_file(place)
-        if sha256_once(file, file.stat().st_size, file.stat().st_mtime_ns) == lora.base_sha256:
+        if cached_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) == lora.base_sha256:
             return place
     if not found:
         raise CheckpointError(
-            f"{checkpoint} is an adapter for the weights in {lora.base}, which do not exist. Put them back, or run the "
-            "command in the folder from which this path starts."
+            f"{checkpoint} holds adapters for the weights in {lora.base}, which do not exist. Restore them, or run the "
+            "command in the folder that this path is relative to."
         )
     raise CheckpointError(
-        f"{checkpoint} is an adapter for another base: the weights in {found[0]} are not those that it was trained on "
-        f"(their SHA-256 is not {lora.base_sha256[:16]}...). Put the right ones back."
+        f"{checkpoint} holds adapters for other weights than those in {found[0]}, whose SHA-256 is not "
+        f"{lora.base_sha256[:16]}... Restore the weights that the adapters were trained on."
     )
 
 
 @functools.cache
-def sha256_once(file: Path, size: int, changed: int) -> str:
-    """Compute the SHA-256 of an unchanged file once: half a gigabyte takes a second, and a command asks several
-    times."""
+def cached_sha256(file: Path, size: int, changed: int) -> str:
+    """Return the SHA-256 of a file, computed once for each size and time of change. Half a gigabyte takes a second."""
     return sha256_file(file)

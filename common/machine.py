@@ -1,4 +1,4 @@
-"""What this machine is: its device and its name, its memory, and its units for bf16."""
+"""Detect this machine: device, name, memory, and units for bf16."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from common.output import say_once
 from common.script import world
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-LIMITED = "ATEN_CPU_CAPABILITY"
+CPU_LIMIT_VARIABLE = "ATEN_CPU_CAPABILITY"
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's datasheets, for the SXM version if there are several.
-# The first name found in the device's name counts. An unknown device has no peak, and its MFU is not reported.
+# The first name contained in the device's name counts. MFU is not reported for other devices.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -41,12 +41,12 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the FLOP/s of the device with this name; None if it is not in the table."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None)
+    """Return the peak FLOP/s of a device by its name; None if it is not in PEAK_FLOPS."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if name_contains(name, part)), None)
 
 
-def names_part(name: str, part: str) -> bool:
-    """Return whether a device's name contains `part` as whole words: an RTX A1000 is not an A100, an L40 not an L4."""
+def name_contains(name: str, part: str) -> bool:
+    """Return whether a name contains `part` as whole words: an RTX A1000 is no A100, an L40 no L4."""
     return re.search(rf"\b{part}\b", name) is not None
 
 
@@ -57,20 +57,20 @@ def pick_device(name: str) -> torch.device:
     if name == "mps":
         if not torch.backends.mps.is_available():
             raise ConfigError(
-                "--device mps, but PyTorch finds no Apple GPU. It needs a Mac with macOS 14 or later and a build of "
-                "torch for arm64. --device auto uses what is there."
+                "PyTorch finds no Apple GPU for --device mps. It needs a Mac with macOS 14 or later and torch for "
+                "arm64. --device auto uses what is available."
             )
         if world().size > 1:
-            raise ConfigError("--device mps is one GPU, for one process: leave out torchrun, or add --device cpu.")
+            raise ConfigError("--device mps works in one process only. Leave out torchrun, or use --device cpu.")
         return torch.device("mps", 0)
     if name == "cpu" or not torch.cuda.is_available():
         if name != "cuda":
             return torch.device("cpu")
         raise ConfigError(
-            "--device cuda, but PyTorch finds no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU. "
-            "Elsewhere check `nvidia-smi`, and that torch is a CUDA build. --device auto uses what is there."
+            "PyTorch finds no CUDA GPU for --device cuda. In Colab choose Runtime > Change runtime type > GPU. "
+            "Elsewhere check `nvidia-smi`, and that torch is a CUDA build. --device auto uses what is available."
         )
-    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
+    # With an index, as tensors report it: torch.device("cuda") != torch.device("cuda:0").
     device, built_for = torch.device("cuda", world().local_rank), torch.cuda.get_arch_list()
     capability = torch.cuda.get_device_capability(device)
     if has_kernels(built_for, capability):
@@ -81,14 +81,14 @@ def pick_device(name: str) -> torch.device:
         "https://download.pytorch.org/whl/cu126; for a newer one, update torch."
     )
     if name == "cuda":
-        raise ConfigError(f"--device cuda, but {problem} --device cpu works without the GPU.")
-    say_once(f"Note       The CPU is used: {problem}")
+        raise ConfigError(f"--device cuda cannot be used: {problem} --device cpu works without the GPU.")
+    say_once(f"Note       Using the CPU: {problem}")
     return torch.device("cpu")
 
 
 def has_kernels(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return whether a CUDA GPU of this capability can run what torch was built for: `sm_XY` runs where X is the same
-    and Y not larger, `compute_XY` on all that are not older. AMD's names (`gfx942`) have no such order: True."""
+    """Return whether a CUDA GPU of this capability can run kernels that torch was built for: `sm_XY` needs the same X
+    and at least Y, `compute_XY` a capability of at least X.Y. AMD's names (`gfx942`) are not checked."""
     kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
     return not kernels or any(
         (int(x), int(y)) <= capability and (int(x) == capability[0] or kind == "compute") for kind, x, y in kernels
@@ -102,14 +102,14 @@ def device_name(device: torch.device) -> str:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether matrix products in bf16 are known to run on special units."""
+    """Return whether the device has special units for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and cpu_bf16_flag() is not None
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Return where to add up in fp64 what `device` computes: Apple's GPUs have no fp64."""
+    """Return the device for sums in fp64: the CPU for Apple's GPUs, which have no fp64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -122,13 +122,13 @@ def cpu_info() -> str:
 
 
 def cpu_bf16_flag() -> str | None:
-    """Return the instruction set that makes bf16 fast on this CPU; None if it has none or the system does not say."""
+    """Return the instruction set that makes bf16 fast on this CPU; None if there is none or it is unknown."""
     return bf16_flag(cpu_info(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 
 
 def bf16_flag(info: str, limit: str) -> str | None:
-    """Return the same of a CPU with this /proc/cpuinfo. `limit` is that of oneDNN, which computes the products in
-    bf16."""
+    """Return the instruction set for bf16 by the content of /proc/cpuinfo and oneDNN's `limit`, an environment
+    variable's value."""
     flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
     units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
     usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit.upper()))
@@ -138,12 +138,12 @@ def bf16_flag(info: str, limit: str) -> str | None:
 def cpu_name() -> str:
     lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
     model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
-    # This limit simulates other CPUs: PyTorch uses other kernels, so a measured figure is not one of this CPU.
-    limit = f", limited to {os.environ[LIMITED].upper()}" if os.environ.get(LIMITED) else ""
+    # The limit makes PyTorch use kernels for other CPUs, so timings do not count for this one.
+    limit = f", limited to {os.environ[CPU_LIMIT_VARIABLE].upper()}" if os.environ.get(CPU_LIMIT_VARIABLE) else ""
     return f"{model} ({os.cpu_count()} cores){limit}"
 
 
-# Limit and use of a container's memory in bytes: cgroup v2, then v1.
+# Limit and use of a container's memory in bytes, in cgroup v2 and v1.
 CGROUP_MEMORY = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -151,13 +151,13 @@ CGROUP_MEMORY = (
 
 
 def total_ram() -> int | None:
-    """Return the bytes of memory of this machine, or of the container we run in; None if the system does not say."""
+    """Return the bytes of memory of this machine or container; None if unknown."""
     limit, _ = container_memory()
     return least(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
-    """Return the bytes of memory a process could use without swapping; None if the system does not say."""
+    """Return the bytes of memory that a process could use without swapping; None if unknown."""
     limit, used = container_memory()
     return least(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
@@ -167,7 +167,7 @@ def least(*values: int | None) -> int | None:
 
 
 def container_memory() -> tuple[int | None, int]:
-    """Return (limit, used) in bytes; the limit is None if there is none."""
+    """Return (limit, used) in bytes; the limit is None outside a container."""
     for limit, used in CGROUP_MEMORY:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             return int(Path(limit).read_text()), int(Path(used).read_text())
@@ -175,7 +175,7 @@ def container_memory() -> tuple[int | None, int]:
 
 
 def memory_info(name: str) -> int | None:
-    """Read a line of Linux's /proc/meminfo, in bytes."""
+    """Read a value of Linux's /proc/meminfo, in bytes; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -184,5 +184,5 @@ def memory_info(name: str) -> int | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether generation queues work on the device before the host has read the token before."""
+    """Return whether generation queues work on the device before the host has read the last token."""
     return device.type == "cuda"

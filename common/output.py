@@ -1,4 +1,4 @@
-"""What people see: the log, the progress bar, and numbers, durations and generated text that they can read."""
+"""Output: the log, the progress bar, and readable numbers, durations and generated text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# What happens, told by any thread: a line each on stdout, above the progress bar where there is one.
+# Any thread may log: a line each on stdout, above the progress bar.
 log = logging.getLogger("gpt2")
-LOG_LINE_SECONDS = 10.0  # between two lines if the output cannot be redrawn
+LOG_INTERVAL_SECONDS = 10.0  # progress lines, where a bar cannot be redrawn
 
 
 @lru_cache
@@ -28,11 +28,11 @@ def printable(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Make text stay inside one cell of a Markdown table."""
+    """Return text that fits in a cell of a Markdown table."""
     return " ".join(printable(text).split()).replace("|", "\\|")
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Return the first `limit` characters, with " ..." if there are more."""
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(number: float) -> str:
-    """Bytes: 1_600_000_000 -> 1.6 GB, 40_000 -> 40.0 kB"""
+    """Format a number of bytes: 1_600_000_000 -> 1.6 GB, 40_000 -> 40.0 kB."""
     for unit, least in (("GB", 1e9), ("MB", 1e6)):
         if number >= least:
             return f"{number / least:.1f} {unit}"
@@ -55,15 +55,15 @@ def byte_size(number: float) -> str:
 
 
 def si(number: float) -> str:
-    """1234 -> 1.23k"""
+    """Format a number with an SI prefix: 1234 -> 1.23k."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 
 
-class Lines(logging.Handler):
-    """Prints what is logged."""
+class LineHandler(logging.Handler):
+    """Prints log records above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
@@ -73,29 +73,29 @@ class Lines(logging.Handler):
 
 
 def print_log() -> None:
-    """Print what is logged from now on."""
+    """Print log records from now on."""
     if not log.handlers:
-        log.addHandler(Lines())
+        log.addHandler(LineHandler())
         log.setLevel(logging.INFO)
         log.propagate = False
 
 
 def is_interactive() -> bool:
-    """Return whether a written line can be overwritten."""
+    """Return whether stderr is a terminal, so that a line can be redrawn."""
     return sys.stderr.isatty()
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
-    """Make tqdm's bar on stderr if that is interactive, else a bar that draws and counts nothing."""
+    """Return a tqdm bar on stderr; if that is not interactive, a disabled one."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """tqdm without its thread, which cannot start when memory is short (before 4.70 that is a traceback)."""
+        """tqdm without its monitor thread, which cannot start when memory is short (a traceback before 4.70)."""
 
         monitor_interval = 0
 
-    # Some terminals, such as Colab's, do not report their size; tqdm alone would then draw nothing.
+    # Some terminals, Colab's among them, do not report their size, and tqdm would draw nothing.
     size = shutil.get_terminal_size((100, 24))
-    # Without the thread, tqdm must check at each step whether it is time to draw.
+    # Without the monitor, tqdm has to check at each step whether to draw.
     ways: dict[str, Any] = {"miniters": 1, "ncols": min(size.columns, 120), "nrows": size.lines}
     return Bar(disable=not is_interactive(), **ways, **options)

@@ -1,4 +1,4 @@
-"""What every script does around its `main`: errors, Ctrl-C, closed output, full disks, ranks, the exit code."""
+"""Wrap the `main` of a script: errors, Ctrl-C, closed output, full disks, ranks, exit code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, NoReturn, Protocol, TextIO, cast
 from common.errors import INTERRUPTED, DataError, MemoryExhausted, UserError, is_full_disk, is_out_of_memory
 from common.output import print_log
 
-LONGEST_MESSAGE = 5_000  # characters
+MAX_MESSAGE_CHARACTERS = 5_000
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that torchrun started, and which of them this is. Without torchrun there is one, of rank 0."""
+    """This process among those that torchrun started. Without torchrun there is one, of rank 0."""
 
     rank: int = 0
     size: int = 1  # processes on all machines
@@ -41,7 +41,7 @@ def is_rank_0() -> bool:
 
 
 class Script(Protocol):
-    """What a shell, a test or a notebook cell calls; without arguments it takes those of the command line."""
+    """A wrapped `main`, called by a shell, a test or a notebook cell. By default it takes the command line."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...
 
@@ -50,78 +50,78 @@ Main = Callable[[Sequence[str] | None], int | None]
 
 
 def script(main: Main) -> Script:
-    """Wrap a script's `main(argv=None)`: returns its exit code, and turns a user's mistake into one message on stderr.
+    """Wrap `main(argv=None)` so that it returns an exit code, and prints a user's mistake as one message on stderr.
 
-    An exception that carries `exit_code` is a user's mistake. Any other exception is a bug of ours and keeps its
-    traceback; `--debug` shows the traceback of both.
+    An exception with an `exit_code` is a user's mistake. Any other one is a bug and keeps its traceback; `--debug`
+    shows the traceback of both.
     """
-    return wrapped(main, None)
+    return wrap(main, None)
 
 
 def writing_script(full_disk: type[UserError]) -> Callable[[Main], Script]:
-    """Wrap a script as `script` does, for one whose result is files: closed stdout must not stop it, of several
-    processes only rank 0 prints, and a full disk is a `full_disk` error."""
-    return lambda main: wrapped(main, full_disk)
+    """Wrap a script that writes files. As `script`, but a closed stdout does not stop it, only rank 0 prints, and a
+    full disk is a `full_disk` error."""
+    return lambda main: wrap(main, full_disk)
 
 
-def wrapped(main: Main, full_disk: type[UserError] | None) -> Script:
+def wrap(main: Main, full_disk: type[UserError] | None) -> Script:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by the caller, as by `2>&-`
-                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as we run)
+            if getattr(sys, name) is None:  # closed by the caller (`2>&-`)
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
         for stream in (sys.stdout, sys.stderr):
             if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams lack it
-                reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
+                reconfigure(errors="replace")  # a terminal or Windows pipe may not show all characters
         print_log()
         try:
             with unbreakable_output() if full_disk else contextlib.nullcontext():
                 done = main(argv) or 0
-            sys.stdout.flush()  # not at exit, where what cannot be written is no error of the script's any more
+            sys.stdout.flush()  # an error at exit would come too late to report
             return done
         except KeyboardInterrupt:
             print("\nInterrupted.", file=Unbreakable(sys.stderr))
             return INTERRUPTED
         except BrokenPipeError:
-            drop(sys.stdout)  # the reader of our output (`| head`) is gone, and has what it wanted
+            drop(sys.stdout)  # the reader (`| head`) has what it wanted
             return 0
         except BaseException as error:
-            code, message = explained(error, full_disk)
+            code, message = explain(error, full_disk)
             if code is None or debug:
                 raise
             Unbreakable(sys.stdout).flush()
             if world().local_rank == 0:
-                print(f"error: {message[:LONGEST_MESSAGE]}", file=Unbreakable(sys.stderr))
+                print(f"error: {message[:MAX_MESSAGE_CHARACTERS]}", file=Unbreakable(sys.stderr))
             return code
 
     return run
 
 
-def explained(error: BaseException, full_disk: type[UserError] | None) -> tuple[int | None, str]:
-    """Return the exit code, and what to tell the user; None for a bug of ours."""
+def explain(error: BaseException, full_disk: type[UserError] | None) -> tuple[int | None, str]:
+    """Return the exit code and message of an error; the code is None for a bug."""
     code, message = getattr(error, "exit_code", None), str(error)
-    if type(error).__name__ == "PanicException":  # of a library in Rust
-        return DataError.exit_code, f"A file cannot be used, a tokenizer's probably: {message}."
+    if type(error).__name__ == "PanicException":  # raised by Rust libraries
+        return DataError.exit_code, f"A file, probably a tokenizer, cannot be used: {message}."
     if code is not None or not isinstance(error, Exception):
         return code, message
     if is_out_of_memory(error):
-        message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model, or less at once."
+        message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model or smaller batches."
         return MemoryExhausted.exit_code, message
     if not isinstance(error, OSError):
         return None, message
     if is_full_disk(error):
-        again = " and run the same command again; it continues where this one stopped" if full_disk else ""
+        again = " and run the same command again to continue" if full_disk else ""
         message = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space{again}."
         return (full_disk or DataError).exit_code, message
     message = f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        message += ". Choose another folder or file, or change who may read and write it."
+        message += ". Choose another folder or file, or change its permissions."
     return DataError.exit_code, message
 
 
 class Unbreakable:
-    """A stream whose writes never fail: text that cannot be written is dropped."""
+    """A stream whose writes never fail. Text that cannot be written is dropped."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -150,7 +150,7 @@ class Unbreakable:
 
 
 def drop(stream: TextIO) -> None:
-    """Send all further output of a stream to /dev/null; else Python flushes the stream at exit and reports an error."""
+    """Redirect a stream to /dev/null, because Python would flush it at exit and report an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -158,7 +158,7 @@ def drop(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
-    """Let printing inside never raise, nor flushing the rest afterwards. Only rank 0 prints."""
+    """Make printing inside never raise, and print on rank 0 only."""
     with contextlib.ExitStack() as stack:
         out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))
         if world().rank:
@@ -173,10 +173,10 @@ def unbreakable_output() -> Iterator[None]:
 
 
 def end(main: Script) -> NoReturn:
-    """Run a script, and end the process with its exit code.
+    """Run a script and end the process with its exit code.
 
-    With several processes it skips the interpreter's shutdown: if an error kept the process group open, gloo's threads
-    may abort the process there and lose the exit code (pytorch pull request 179291).
+    With several processes, skip the interpreter's shutdown: if an error left the process group open, gloo's threads may
+    abort the process there and lose the exit code (pytorch pull request 179291).
     """
     try:
         code = main()
@@ -184,7 +184,7 @@ def end(main: Script) -> NoReturn:
         code = int(left.code or 0)
     if world().size > 1:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the stream is closed
+            with contextlib.suppress(OSError, ValueError):  # closed
                 stream.flush()
         os._exit(code)
     sys.exit(code)

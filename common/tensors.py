@@ -1,4 +1,4 @@
-"""Tensors in files: read without running code, written and flushed to disk."""
+"""Read tensors from files without running code, and write them to disk."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from model_config import ModelConfig
 
 
 def load_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """Read named tensors that torch.save wrote, without running code. Raises ValueError for anything else.
+    """Read named tensors written by torch.save, without running code. Raises ValueError for anything else.
 
-    PyTorch's own message is not shown, because it advises to switch the protection off.
+    PyTorch's message is not shown, because it advises to switch off the protection.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many types, depending on where the file is broken
-        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before the start
-        if is_of_disk or is_out_of_memory(error):
+    except Exception as error:  # its type depends on where the file is broken
+        is_disk_error = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before the start
+        if is_disk_error or is_out_of_memory(error):
             raise
         raise ValueError(f"{path.name} is incomplete or holds something other than tensors") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
@@ -36,15 +36,16 @@ def load_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_file(folder: Path) -> Path:
-    """Return model.safetensors, or the blog's pytorch_model.bin if there is none. The second need not exist either."""
+    """Return the path of model.safetensors or, if it does not exist, of the blog's pytorch_model.bin."""
     ours = folder / "model.safetensors"
-    return ours if os.path.exists(ours) else folder / "pytorch_model.bin"  # False for an impossible name, too
+    return ours if os.path.exists(ours) else folder / "pytorch_model.bin"  # also False for an impossible name
 
 
 def read_weights(folder: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """Read weights by name. `shapes_only`: on the meta device, from the file's header alone if the format has one.
+    """Read weights by name. `shapes_only`: return tensors on the meta device, from the file's header if the format has
+    one.
 
-    Raises ValueError or SafetensorError for a file that holds something else.
+    Raises ValueError or SafetensorError for an invalid file.
     """
     path = weights_file(folder)
     if path.suffix == ".bin":
@@ -61,7 +62,7 @@ def read_safetensors(path: Path, shapes_only: bool = False) -> dict[str, torch.T
 
 
 class Uninitialized(TorchFunctionMode):
-    """Inside, a model is built without initialising its weights, because others will be loaded. The random numbers of
+    """A context in which models are built without initial weights, because others will be loaded. The random numbers of
     GPT-2 small take a second; on the meta device they also import torch's compiler, another second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,23 +72,23 @@ class Uninitialized(TorchFunctionMode):
 
 
 def meta_model(config: ModelConfig) -> TransformerLanguageModel:
-    """Build a model on the meta device: shapes without numbers."""
+    """Build a model on the meta device: shapes without memory."""
     with Uninitialized(), torch.device("meta"):
         return TransformerLanguageModel(config)
 
 
-def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
+def require_shape(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
     """Raise ValueError if the weights, which may be on the meta device, do not fit a model of this shape.
 
-    Call it before a model is built from a foreign config, whose shape may be larger than any memory.
+    Call this before building a model from an untrusted config, whose shape may be larger than any memory.
     """
     names = [name.removeprefix("_orig_mod.") for name in state]
     layers = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
-    if layers < config.num_layers:  # each layer takes memory even on the meta device
+    if layers < config.num_layers:  # even on the meta device each layer takes memory
         raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
     try:
         model = meta_model(config)
-    except RuntimeError:  # more bytes than 64 bits can count
+    except RuntimeError:  # the size overflows 64 bits
         raise ValueError("no model can have this shape") from None
     model.fit_weights(state)
 
@@ -95,16 +96,16 @@ def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None
 def to_device(
     tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu", copy: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors on a device, with `copy` always as copies."""
+    """Return the tensors on a device; with `copy`, always new ones."""
     return {name: tensor.detach().to(device, copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
-Content = bytes | dict[str, torch.Tensor]  # what `write_file` writes
+Content = bytes | dict[str, torch.Tensor]  # content of a file
 
 
 def write_file(path: Path, content: Content) -> str:
-    """Write bytes, or tensors as a safetensors file, and flush them to the disk. Returns the file's SHA-256. Raises
-    OSError if that fails."""
+    """Write bytes, or tensors as a safetensors file, and flush them to disk. Return the file's SHA-256. Raises
+    OSError."""
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
@@ -115,6 +116,6 @@ def write_file(path: Path, content: Content) -> str:
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-    with open(path, "r+b") as file:  # Windows flushes no file that is open for reading alone
+    with open(path, "r+b") as file:  # Windows cannot flush a file opened for reading
         os.fsync(file.fileno())
     return sha256_file(path)

@@ -1,4 +1,4 @@
-"""What comes from outside is read in one way: pydantic dataclasses check it, and their errors become our sentences."""
+"""Validate settings and files with pydantic dataclasses, and turn their errors into readable sentences."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of a dataclass: "64" and true are no numbers
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # "64" and true are not numbers
 
 
-def text(value: Any) -> str:
-    """Accept any text but the empty one: a file's name may hold bytes that are not UTF-8, which pydantic's own strings
-    may not."""
+def require_text(value: Any) -> str:
+    """Accept any text except an empty one. Unlike pydantic's strings, it may hold bytes that are not UTF-8, as file
+    names may."""
     if not isinstance(value, str) or not value:
         raise PydanticCustomError("string_type", "a text is needed")
     return value
 
 
-Text = Annotated[str, PlainValidator(text)]
-NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-# What other programs call our settings.
+NonEmptyText = Annotated[str, PlainValidator(require_text)]
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+LIMIT_WORDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+# Names of these settings in other programs.
 ALIASES = {
     "lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "clip": "grad_clip", "warmup": "warmup_steps",
     "layers": "num_layers", "n_layer": "num_layers", "depth": "num_layers",
@@ -42,13 +42,16 @@ ALIASES = {
 
 
 def option(default: Any, group: str, help: str, **more: Any) -> Any:
-    """Declare a field that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
+    """Declare a field that is also a flag of the same name, below the heading `group` in --help; with "" it is no flag.
 
-    `more`: `word`, the name in --help of a word of the command, which is no flag; `metavar`, the value's name in
-    --help; `many`, whether several values follow the flag (without it, the flag of a tuple is repeated); `switch`, the
-    values for a bare flag (or JSON true) and for JSON false; `of`, the (key, value) that it has no effect without;
-    `scope`: "command" for what belongs to a command, "place" for where things are, "fixed" for what a run keeps; the
-    rest are limits of pydantic's Field (ge, gt, le, lt, min_length).
+    `more` may hold:
+    word: name in --help of a positional argument, instead of a flag
+    metavar: name of the value in --help
+    many: the flag takes several values (without it, the flag of a tuple is repeated)
+    switch: the values for a bare flag (or JSON true) and for JSON false
+    of: the (key, value) without which the field has no effect
+    scope: "command" (not part of a run), "place" (a path), "fixed" (may not change during a run)
+    ge, gt, le, lt, min_length: limits of pydantic's Field
     """
     limits = {key: more.pop(key) for key in ("ge", "gt", "le", "lt", "min_length") if key in more}
     return Field(default, description=help, json_schema_extra={"group": group, **more}, **limits)
@@ -62,16 +65,16 @@ def fields_of(model: Any) -> dict[str, FieldInfo]:
 
 def options_of(model: Any) -> dict[str, FieldInfo]:
     """Return the fields that are flags."""
-    return {key: f for key, f in fields_of(model).items() if f.description and about(f).get("group", "model")}
+    return {key: f for key, f in fields_of(model).items() if f.description and extras(f).get("group", "model")}
 
 
-def about(f: FieldInfo) -> dict[str, Any]:
-    """Return what `option` says of a field besides its limits."""
+def extras(f: FieldInfo) -> dict[str, Any]:
+    """Return the `more` of `option` without its limits."""
     return f.json_schema_extra if isinstance(f.json_schema_extra, dict) else {}
 
 
 def parts_of(annotation: Any) -> Any:
-    """Return an annotation without None, and without what pydantic is told in it."""
+    """Return an annotation without None and without pydantic's metadata."""
     if get_origin(annotation) is Annotated:
         return parts_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -84,7 +87,7 @@ def is_tuple(f: FieldInfo) -> bool:
 
 
 def kind_of(f: FieldInfo) -> type:
-    """Return int, float, bool or str; for a tuple, that of its items."""
+    """Return int, float, bool or str; for a tuple, the type of its items."""
     kind = parts_of(f.annotation)
     if get_origin(kind) is tuple:
         kind = parts_of(get_args(kind)[0])
@@ -92,7 +95,7 @@ def kind_of(f: FieldInfo) -> type:
 
 
 def choices_of(f: FieldInfo) -> tuple[str, ...]:
-    """Return the values that a field allows, if they are listed."""
+    """Return the allowed values of a Literal field, else ()."""
     kind = parts_of(f.annotation)
     if get_origin(kind) is tuple:
         kind = parts_of(get_args(kind)[0])
@@ -100,15 +103,17 @@ def choices_of(f: FieldInfo) -> tuple[str, ...]:
 
 
 def limits_of(f: FieldInfo) -> list[tuple[str, float]]:
-    """Return the limits: [("at least", 1), ("less than", 10)]"""
+    """Return the limits of a field: [("at least", 1), ("less than", 10)]."""
     return [
-        (words, getattr(item, name)) for name, words in LIMITS.items() for item in f.metadata if hasattr(item, name)
+        (words, getattr(item, name))
+        for name, words in LIMIT_WORDS.items()
+        for item in f.metadata
+        if hasattr(item, name)
     ]
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Ask, at the end of a message, whether the known name that `name` means or is nearest to was meant; "" if none is
-    near."""
+    """Return " Did you mean X?" with the known name that is nearest to `name`; "" if none is near."""
     known = list(known)
     near = [word for word in known if word == ALIASES.get(name)] or [word for word in known if word.startswith(name)]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -122,11 +127,10 @@ def check(
     names: Mapping[str, str] | None = None,
     known: Mapping[str, FieldInfo] | None = None,
 ) -> T | None:
-    """Make a `model` of the values; None if it cannot be made. All that is wrong goes to `problems`, each value under
-    the name of its key in `names` (none: the key). Values that are wrong are left out, to find contradictions among the
-    others, too.
+    """Build a `model` from the values; None if that fails. Append all problems to `problems`, each under the name of
+    its key in `names` (default: the key). Contradictions are checked without the wrong values.
 
-    `known`: the fields that may be given (None: all). null leaves a field out whose default is null.
+    `known`: the fields that may be given (None: all). null means the default for a field whose default is null.
     """
     names, fields = names or {}, fields_of(model) if known is None else known
     problems += [f"unknown key {names.get(key, key)}.{suggest(key, fields)}" for key in values if key not in fields]
@@ -140,9 +144,9 @@ def check(
 
 
 def build(model: type[T], values: Any) -> T:
-    """Make a `model` of a JSON object. Raises ValueError that lists all that is wrong."""
+    """Build a `model` from a JSON object. Raises ValueError listing all problems."""
     if not isinstance(values, dict):
-        raise ValueError(f"an object {{...}} is needed, not {quoted(values)}")
+        raise ValueError(f"an object {{...}} is needed, not {quote(values)}")
     problems: list[str] = []
     result = check(model, values, problems)
     if problems or result is None:
@@ -153,30 +157,30 @@ def build(model: type[T], values: Any) -> T:
 def attempt(
     model: type[T], values: Mapping[str, Any], names: Mapping[str, str], fields: Mapping[str, FieldInfo]
 ) -> tuple[T | None, dict[str, list[str]]]:
-    """Return the model, or what is wrong by key; under "" what is wrong with several keys together."""
-    values = {key: meant_by(value, fields[key]) for key, value in values.items()}
+    """Return the model, or {key: problems}; problems of several keys together are under ""."""
+    values = {key: normalize(value, fields[key]) for key, value in values.items()}
     values = {key: value for key, value in values.items() if value is not None or fields[key].default is not None}
     try:
         return model(**values), {}
     except ValidationError as error:
         wrong: dict[str, list[str]] = {}
-        for item in error.errors(include_url=False):  # one for each item of a tuple: the first counts
-            wrong.setdefault(str(item["loc"][0]) if item["loc"] else "", sentences(item, names, fields))
+        for item in error.errors(include_url=False):  # a tuple has one per item; the first counts
+            wrong.setdefault(str(item["loc"][0]) if item["loc"] else "", describe_problem(item, names, fields))
         return None, wrong
 
 
-def meant_by(value: Any, f: FieldInfo) -> Any:
-    """Return what true and false stand for; a list, or a single text, as a tuple."""
-    if isinstance(value, bool) and "switch" in about(f):
-        return about(f)["switch"][0 if value else 1]
+def normalize(value: Any, f: FieldInfo) -> Any:
+    """Return a value as the field needs it: a switch's value for true or false, a tuple for a list or single text."""
+    if isinstance(value, bool) and "switch" in extras(f):
+        return extras(f)["switch"][0 if value else 1]
     if is_tuple(f) and isinstance(value, str | list):
         return (value,) if isinstance(value, str) else tuple(value)
     return value
 
 
-def sentences(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
-    """Put one of pydantic's errors into our words."""
-    if error["type"] == "value_error":  # of a validator of ours, which lists them
+def describe_problem(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
+    """Describe one of pydantic's errors."""
+    if error["type"] == "value_error":  # our own validators list their problems
         return str(error["ctx"]["error"]).splitlines()
     key, *inside = error["loc"]
     name = ".".join([names.get(str(key), str(key)), *(str(item) for item in inside if not isinstance(item, int))])
@@ -184,31 +188,31 @@ def sentences(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldIn
         return [f"{name} is missing"]
     f = fields.get(key) if not [item for item in inside if not isinstance(item, int)] else None
     is_missing = name.startswith("--") and (error["input"] is True or error["input"] == ())
-    return [f"{name} is {'missing' if is_missing else quoted(error['input'])}; {needed(error, f)}"]
+    return [f"{name} is {'missing' if is_missing else quote(error['input'])}; {describe_needed(error, f)}"]
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     words = json.dumps(value, ensure_ascii=False, default=str)
     return words if len(words) <= 100 else f"{words[:100]} ..."
 
 
-def needed(error: Any, f: FieldInfo | None) -> str:
-    """Say what would have been right."""
+def describe_needed(error: Any, f: FieldInfo | None) -> str:
+    """Describe the value that is needed."""
     kind, context = error["type"], error.get("ctx", {})
     if f is not None and (choices := choices_of(f)):
         near = suggest(error["input"], choices) if isinstance(error["input"], str) else ""
         return f"allowed: {', '.join(choices)}.{near}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         limits = limits_of(f) if f else []
-        limits = limits or [(words, context[name]) for name, words in LIMITS.items() if name in context]
+        limits = limits or [(words, context[name]) for name, words in LIMIT_WORDS.items() if name in context]
         return f"allowed: {' and '.join(f'{words} {limit:,}' for words, limit in limits)}"
     if kind == "too_short" and f is not None:
-        return f"at least one {about(f).get('metavar', 'value')} is needed"
+        return f"at least one {extras(f).get('metavar', 'value')} is needed"
     if kind == "finite_number":
         kind = "float_type"
     for of_kind, words in ((int, "int"), (float, "float"), (bool, "bool"), (str, "string")):
         if kind.startswith(f"{words}_"):
-            return f"{NEEDED[of_kind]} is needed"
+            return f"{TYPE_NAMES[of_kind]} is needed"
     if kind in ("dataclass_type", "dict_type"):
         return "an object {...} is needed"
     return str(error["msg"])

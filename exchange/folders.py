@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.chat import AnyTemplate
+from common.chat import Template
 from common.checkpoint import WEIGHTS_FILES, Checkpoint, open_checkpoint, stored_config, stored_weights, write_files
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
@@ -58,7 +58,7 @@ def write_weights_checkpoint(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
     tokenizer_file: bytes,
-    template: AnyTemplate | None,
+    template: Template | None,
 ) -> None:
     """Write the checkpoint folder `out`: weights, config, tokenizer and their hashes, but no training state.
 

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, end_of_text
+from common.chat import CHATML_TOKENS, ChatML, Template, require_end_of_text_id
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -78,7 +78,7 @@ def modelfile_path(file: Path) -> Path:
     return file.with_name("Modelfile")
 
 
-def llama_command(path: str | Path, config: ModelConfig, template: AnyTemplate | None = None) -> str:
+def llama_command(path: str | Path, config: ModelConfig, template: Template | None = None) -> str:
     """llama.cpp's command that continues a prompt, or with a `template` that chats."""
     command, tokens = shlex.quote(str(path)), tokens_to_generate(config)
     if template:
@@ -86,7 +86,7 @@ def llama_command(path: str | Path, config: ModelConfig, template: AnyTemplate |
     return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
 
 
-def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplate | None = None) -> str:
+def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: Template | None = None) -> str:
     """Ollama's Modelfile, to lie beside the file: with generate.py's defaults, and our context, for Ollama's is longer
     than most of ours."""
     sampling = Sampling()
@@ -107,7 +107,7 @@ def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: A
         )
         system = template.chatml
     elif template:
-        end = tokenizer.decode([end_of_text(tokenizer)])
+        end = tokenizer.decode([require_end_of_text_id(tokenizer)])
         stops = (end,)
         start = end if tokenizer.bos_id is None else ""  # llama.cpp adds a beginning of the tokenizer's own
         form = (
@@ -122,7 +122,7 @@ def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: A
     return "\n".join([f"FROM ./{Path(path).name}", *lines, f'TEMPLATE """{form}"""', ""])
 
 
-def ollama_commands(file: Path, template: AnyTemplate | None) -> str:
+def ollama_commands(file: Path, template: Template | None) -> str:
     name = re.sub(r"[^a-z0-9._-]+", "-", file.stem.lower()).strip("-._") or "model"
     prompt = "What is the capital of France?" if template else "Once upon a time"
     return f'ollama create {name} -f {shlex.quote(str(modelfile_path(file)))}\nollama run {name} "{prompt}"'

@@ -19,11 +19,11 @@ from common.errors import ConfigError, require_packages
 from common.files import atomic_write
 from exchange.hf_common import ConversionError
 from exchange.hf_model import FORMS, hf_kind
-from model import TransformerLanguageModel, scaled
+from model import TransformerLanguageModel, scale_frequencies
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
-from tokenizer_base import valid_unicode
-from tokenizer_bpe import NFC, BPETokenizer, shortened
+from tokenizer_base import replace_surrogates
+from tokenizer_bpe import NFC, BPETokenizer, shorten_stage
 
 if TYPE_CHECKING:
     import gguf
@@ -60,9 +60,9 @@ def obstacle_to_bpe(tokenizer: BPETokenizer) -> str:
     content = json.loads(tokenizer.to_json())
     model, added = content["model"], content.get("added_tokens") or []
     if not tokenizer.splitting:
-        return f"cuts text into words in a way that is not known here: {shortened(content.get('pre_tokenizer'))}"
+        return f"cuts text into words in a way that is not known here: {shorten_stage(content.get('pre_tokenizer'))}"
     if content.get("normalizer") not in (None, NFC):
-        return f"changes the text before: {shortened(content['normalizer'])}"
+        return f"changes the text before: {shorten_stage(content['normalizer'])}"
     for token in added:
         if any(token.get(key) for key in ("lstrip", "rstrip", "single_word")) and not token.get("special"):
             return f"takes spaces or whole words with the added token {token['content']!r:.60}"
@@ -173,7 +173,10 @@ def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.
     if config.rope_scaling:
         half = config.head_dim // 2
         frequencies = config.rope_base ** (-torch.arange(half) / half)
-        yield "rope_freqs.weight", frequencies / scaled(frequencies, *config.rope_scaling)  # they are divided by it
+        yield (
+            "rope_freqs.weight",
+            frequencies / scale_frequencies(frequencies, *config.rope_scaling),
+        )  # they are divided by it
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -182,7 +185,7 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
-    writer.add_name(valid_unicode(name))
+    writer.add_name(replace_surrogates(name))
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.embed_dim)
     writer.add_block_count(config.num_layers)

@@ -14,7 +14,7 @@ from common.output import cell
 from exchange.hf_model import FORMS, hf_kind
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from tokenizer_base import valid_unicode
+from tokenizer_base import replace_surrogates
 from training.state import Saved, read_state
 
 CARD = """---
@@ -79,7 +79,9 @@ def model_card(
         load=LOAD_ADAPTERS.format(base=json.dumps(base)) if lora else LOAD,
         ask=(ASK_CHAT if is_chat else ASK).format(prompt=json.dumps(example_prompt(checkpoint, tokenizer))),
         note=note(config.tie_embeddings, tokenizer, is_chat, lora),
-        facts="\n".join(f"| {key} | {cell(valid_unicode(value))} |" for key, value in facts(checkpoint, model, lora)),
+        facts="\n".join(
+            f"| {key} | {cell(replace_surrogates(value))} |" for key, value in facts(checkpoint, model, lora)
+        ),
     )
     return str(card) + "\n"
 

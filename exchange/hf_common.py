@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.validation import build
-from model import listed
+from model import list_first
 from model_config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ def require_options(hf_config: dict[str, Any], needed: dict[str, Any]) -> None:
         if hf_config.get(key, value) != value
     ]
     if wrong:
-        raise ConversionError(listed(wrong))
+        raise ConversionError(list_first(wrong))
 
 
 def our_activation(name: Any) -> str:

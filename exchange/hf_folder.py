@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.chat import AnyTemplate
+from common.chat import Template
 from common.errors import ConfigError, require_packages
 from common.files import json_bytes
 from common.tensors import write_file
@@ -49,7 +49,7 @@ def written_folder(
     described: dict[str, bytes],
     tokenizer: Tokenizer,
     max_seq_len: int,
-    template: AnyTemplate | None,
+    template: Template | None,
 ) -> Iterator[Path]:
     """A new folder with weights (file name, tensors), the `described` files and the tokenizer. It gets the name `out`
     when the body, which checks the model, ends.
@@ -93,7 +93,7 @@ def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
 
 
-def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: AnyTemplate | None) -> None:
+def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: Template | None) -> None:
     """Raises TokenizerError if transformers reads other ids from an exported folder's tokenizer or chat template."""
     theirs = load_their_tokenizer(folder)
     splitting = {"split_special_tokens": True} if template else {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import safetensors
 from safetensors.torch import load_file
 
-from common.chat import AnyTemplate
+from common.chat import Template
 from common.errors import CheckpointError, DataError
 from common.files import read_json, require_regular
 from common.tensors import load_pickled
@@ -38,7 +38,7 @@ class Imported(NamedTuple):
     difference: Difference  # of the logits
     padding: int  # rows of a padded vocabulary that it left out
     ends: list[str]  # names of the tokens at which generation stops
-    template: AnyTemplate | None  # the chat template that it kept
+    template: Template | None  # the chat template that it kept
     has_template: bool  # whether the folder has one
 
 

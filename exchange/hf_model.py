@@ -18,7 +18,7 @@ from exchange import hf_llama
 from exchange.hf_common import ConversionError, Entry, Table, Tensors, to_ours, to_theirs
 from exchange.hf_gpt2 import GPT2_BUFFERS, config_of_gpt2, gpt2_config, gpt2_obstacles, gpt2_table
 from exchange.hf_llama import config_of_llama, folded, llama_config, llama_obstacles, llama_table
-from model import listed, require_shapes
+from model import list_first, require_shapes
 from model_config import ModelConfig
 
 
@@ -117,7 +117,7 @@ def hf_kind(config: ModelConfig) -> str:
     if wrong := FORMS[kind].obstacles(config):
         raise ConversionError(
             f"with position {config.position!r} and activation {config.activation!r} the class is "
-            f"{FORMS[kind].model_class}, which cannot have {listed(wrong)}"
+            f"{FORMS[kind].model_class}, which cannot have {list_first(wrong)}"
         )
     return kind
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, ChatTemplate, Message
+from common.chat import CHATML_TOKENS, ChatML, ChatTemplate, Message, Template
 from common.errors import DataError
 from common.files import read_json
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import TokenizerError, read_tokenizer_json
-from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
 
 PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
@@ -35,7 +35,7 @@ def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTERS_HAVE)}
 
 
-def chat_jinja(template: AnyTemplate, tokenizer: Tokenizer, marks_answers: bool = True) -> str:
+def chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bool = True) -> str:
     """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
 
     It refuses what `require_order` refuses, and a turn that contains the name of a special token: the output is
@@ -84,7 +84,7 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def special_tokens(tokenizer: Tokenizer, template: AnyTemplate | None) -> dict[str, str]:
+def special_tokens(tokenizer: Tokenizer, template: Template | None) -> dict[str, str]:
     """What transformers calls the special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
     lies beyond the vocabulary. A vocabulary without padding is padded with its end, as Qwen's is."""
     known = hf_special_tokens(tokenizer)
@@ -96,7 +96,7 @@ def special_tokens(tokenizer: Tokenizer, template: AnyTemplate | None) -> dict[s
     return {role: name for role, name in roles.items() if name in known}
 
 
-def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: AnyTemplate | None) -> dict[str, Any]:
+def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: Template | None) -> dict[str, Any]:
     """A special token's name in a text is ordinary text, as it is here. Not so with a chat template, which writes
     special tokens by their names."""
     return {
@@ -108,14 +108,14 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: AnyTem
     }
 
 
-def hf_special_ids(tokenizer: Tokenizer, template: AnyTemplate | None) -> dict[str, int | None]:
+def hf_special_ids(tokenizer: Tokenizer, template: Template | None) -> dict[str, int | None]:
     """For config.json and generation_config.json. None is written too: the defaults are ids of other vocabularies."""
     known = hf_special_tokens(tokenizer)
     names = special_tokens(tokenizer, template)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
-def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: AnyTemplate | None) -> dict[str, Any]:
+def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Template | None) -> dict[str, Any]:
     """A text has the length of generate.py's, and room in the context after a prompt of half of it: beyond the context,
     GPT-2 fails. Ids that generate.py never samples are suppressed. `config` is that of the exported model."""
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
@@ -209,10 +209,10 @@ def probe_text(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, BPETokenizer):
         return PARAGRAPH + tokenizer.probe() + "!\n".join(["", *tokenizer.found_in_text])
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
-    return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
+    return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE_TEXT, unknown="drop"))
 
 
-def require_same_conversation(template: AnyTemplate, tokenizer: Tokenizer, theirs: Any) -> None:
+def require_same_conversation(template: Template, tokenizer: Tokenizer, theirs: Any) -> None:
     """Raises TokenizerError if transformers gives other ids for a conversation, with or without the question at its
     end."""
     messages = [
@@ -229,7 +229,7 @@ def require_same_conversation(template: AnyTemplate, tokenizer: Tokenizer, their
         raise TokenizerError("transformers reads the chat template differently: it gives other ids for a conversation.")
 
 
-def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> AnyTemplate | None:
+def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> Template | None:
     """Our template, if the folder has that one; ChatML, if transformers, which runs a template in a sandbox, makes the
     same prompts of conversations (`theirs`: their tokenizer). None for no template, and for any other."""
     path, template = folder / "chat_template.jinja", ChatTemplate()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.chat import AnyTemplate, ChatML, end_of_text
+from common.chat import ChatML, Template, require_end_of_text_id
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -28,8 +28,8 @@ from exchange.page_weights import pack, packed_size
 from model import KVCache, TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
-from tokenizer_base import valid_unicode
-from tokenizer_bpe import obstacle_to_tiktoken
+from tokenizer_base import replace_surrogates
+from tokenizer_bpe import find_tiktoken_obstacle
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parent / "serving"
@@ -84,10 +84,10 @@ def export_page(path: str | Path, out: Path, kind: str) -> tuple[int, Proof]:
     return len(page), proof
 
 
-def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplate | None, kind: str) -> None:
+def require_page(config: ModelConfig, tokenizer: Tokenizer, template: Template | None, kind: str) -> None:
     """Raises ConfigError for a model or a tokenizer that the page cannot run, and for a page that is too large."""
     if not isinstance(tokenizer, CharacterTokenizer):
-        problem = obstacle_to_tiktoken(json.loads(tokenizer.to_json())) or tokenizer.encoder_note
+        problem = find_tiktoken_obstacle(json.loads(tokenizer.to_json())) or tokenizer.encoder_note
         if not problem and (tokenizer.splitting not in ("gpt-2", "qwen35") or tokenizer.found_in_text):
             problem = f"it reads text in another way ({tokenizer.splitting})"
         if not problem and tokenizer.bos_id is not None:
@@ -97,7 +97,7 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
     if isinstance(template, ChatML):
         raise ConfigError("The page does not know ChatML, this model's chat template; tools/export_hf.py exports it.")
     if template:
-        end_of_text(tokenizer)
+        require_end_of_text_id(tokenizer)
     weights = stored_weights(meta_model(config))
     size = sum(packed_size(tensor.shape, kind) for tensor in weights.values()) * 4 // 3
     if size > LARGEST_PAGE:
@@ -116,13 +116,13 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
 
 
 def describe(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, template: AnyTemplate | None, kind: str, name: str
+    model: TransformerLanguageModel, tokenizer: Tokenizer, template: Template | None, kind: str, name: str
 ) -> dict[str, Any]:
     """What page_model.js needs beside the weights. A vector has 0 rows."""
     shapes = {name: list(weights.shape) for name, weights in stored_weights(model).items()}
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     return {
-        "name": valid_unicode(name),
+        "name": replace_surrogates(name),
         "type": kind,
         "parameters": model.num_parameters(),
         "config": model.config.to_dict(),

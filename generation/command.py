@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from common.chat import AnyTemplate, Message
+from common.chat import Message, Template
 from common.checkpoint import newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
@@ -43,7 +43,7 @@ class Opened(NamedTuple):
     path: Path
     model: TransformerLanguageModel
     tokenizer: Tokenizer
-    template: AnyTemplate | None  # None: it continues them as text
+    template: Template | None  # None: it continues them as text
 
     def encode(self, prompts: Iterable[str]) -> dict[str, list[int]]:
         """The ids of each prompt, as it was trained. Raises TokenizerError for a character that it does not know."""

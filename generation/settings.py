@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from common.validation import STRICT, Text, about, check, fields_of, option, options_of
+from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of
 
 MOST_SAMPLES = 1_000_000  # more can only be a mistake
 MOST_NEW_TOKENS = 1_000_000  # their random numbers are all drawn at the start
@@ -22,7 +22,7 @@ class Sampling:
     top_k: int = option(0, "how", "only the N likeliest tokens, 0 is off", ge=0)
     top_p: float = option(0.9, "how", "only the likeliest tokens, X in all; 1 is off", gt=0, le=1)
     repetition_penalty: float = option(1.0, "how", "over 1: repeat less", ge=0.01, le=100)
-    stop: tuple[Text, ...] = option((), "how", "stop before this text; repeatable")
+    stop: tuple[NonEmptyText, ...] = option((), "how", "stop before this text; repeatable")
     seed: int = option(1337, "how", "seed of the first continuation", ge=0)
 
 
@@ -31,12 +31,14 @@ class Request:
     """What to do. Each field is a flag of the same name, and so is each field of Sampling that has a group."""
 
     prompt: tuple[str, ...] = option((), "what", "text to continue; repeatable")
-    prompts_file: Text | None = option(None, "what", "text file with one prompt a line", metavar="FILE")
+    prompts_file: NonEmptyText | None = option(None, "what", "text file with one prompt a line", metavar="FILE")
     interactive: bool = option(False, "what", "type prompts one after the other")
     raw: bool = option(False, "what", "continue prompts as plain text, also with a chat model")
     num_samples: int = option(1, "what", "continuations of each prompt", ge=1, le=MOST_SAMPLES)
-    checkpoint: Text | None = option(None, "what", "checkpoint or run folder [the newest run in runs/]", metavar="PATH")
-    compare: tuple[Text, ...] = option(
+    checkpoint: NonEmptyText | None = option(
+        None, "what", "checkpoint or run folder [the newest run in runs/]", metavar="PATH"
+    )
+    compare: tuple[NonEmptyText, ...] = option(
         (), "what", "answer the prompts with each of these checkpoints", many=True, min_length=1, metavar="PATH"
     )
     score: tuple[str, ...] = option(
@@ -57,7 +59,7 @@ class Request:
     json: bool = option(False, "output", "one JSON object a line")
 
 
-SAMPLING = {key: f for key, f in fields_of(Sampling).items() if about(f)["group"]}
+SAMPLING = {key: f for key, f in fields_of(Sampling).items() if extras(f)["group"]}
 REQUEST = options_of(Request)
 FLAGS = REQUEST | SAMPLING
 CONTRADICTIONS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from common.chat import AnyTemplate, Message
+from common.chat import Message, Template
 from common.output import printable
 from generation.completion import Completion, prompt_ids
 from generation.settings import Sampling
@@ -29,7 +29,7 @@ def stream_one(
 
 
 def interact(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: AnyTemplate | None
+    model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: Template | None
 ) -> None:
     """A prompt loop. Each line is a prompt, or with a `template` the next turn of a conversation."""
     with contextlib.suppress(ImportError):

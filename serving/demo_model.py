@@ -32,7 +32,7 @@ from generation.stream import only_text, stream
 from generation.terminal import room_for_prompt
 from serving.models import Library, Served, progress_of
 from tokenizer import Tokenizer
-from tokenizer_base import valid_unicode
+from tokenizer_base import replace_surrogates
 
 CONSIDERED = 8  # likeliest tokens that are listed
 MOST_TOKENS = 4_096  # of a text, while others wait
@@ -165,7 +165,7 @@ def complete(library: Library, names: Sequence[str], prompt: str, given: Mapping
             sampling = sampling_of(given)
             if served.chat is None:
                 card.remark = "" if prompt else ". Without a prompt, the model begins a text of its own."
-                ids = prompt_ids(served.tokenizer, valid_unicode(prompt))
+                ids = prompt_ids(served.tokenizer, replace_surrogates(prompt))
                 card.begin(Turn("prompt", prompt), served, ids, sampling)
             else:
                 ids = chat_ids([Message("user", asked(prompt))], sampling, served)
@@ -233,7 +233,7 @@ def asked(question: str) -> str:
     """Raises ConfigError for an empty question."""
     if not question.strip():
         raise ConfigError("This model answers: type a question.")
-    return valid_unicode(question)
+    return replace_surrogates(question)
 
 
 def chat_ids(messages: list[Message], sampling: Sampling, served: Served) -> list[int]:

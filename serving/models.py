@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.chat import AnyTemplate
+from common.chat import Template
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import CheckpointError, UserError
 from common.files import CHECKPOINT_NAME, STEP_NAME
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     name: str
     model: TransformerLanguageModel
     tokenizer: Tokenizer
-    chat: AnyTemplate | None
+    chat: Template | None
 
 
 class Library:

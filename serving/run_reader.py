@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
-from common.validation import about
+from common.validation import extras
 from training.config import MODEL_KEYS, SCHEMA, has_effect
 from training.records import (
     CONFIG,
@@ -35,7 +35,7 @@ MOST_STRETCHES = 500  # of a long run, of which the page shows the extremes: a s
 MOST_SAMPLES = 200  # evaluations whose answers the page shows
 LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
 # Without keys of the command rather than of the training.
-SHOWN = {key for key, f in SCHEMA.items() if about(f).get("group") != "checkpoints"} | {"init_from"}
+SHOWN = {key for key, f in SCHEMA.items() if extras(f).get("group") != "checkpoints"} | {"init_from"}
 SHOWN -= {"vocab_size", "tokenizer"}  # those of the tokens count, not those of a config
 TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tokenizer_bpe import PROBE, byte_alphabet
+from tokenizer_bpe import PROBE_TEXT, byte_alphabet
 
 # As in the files of those models; not taken from tokenizer_bpe.py, which has to know them.
 QWEN = (
@@ -98,7 +98,7 @@ def build(form: str) -> Tokenizer:
         show_progress=False,
     )
     texts = [
-        PROBE,
+        PROBE_TEXT,
         *strings(1_500, seed=1),
         *["1234567890 2026 1999 12 123 the cat's it's we'll IT'S don't!!\n\n"] * 30,
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.chat import AnyTemplate
+from common.chat import Template
 from common.checkpoint import stored_config, stored_weights
 from common.files import json_bytes, sha256_file
 from common.lora import LoRA, adapters_of, add_adapters, lora_of
@@ -51,7 +51,7 @@ def save_checkpoint(
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
-    chat: AnyTemplate | None = None,
+    chat: Template | None = None,
 ) -> None:
     weights = "model.safetensors" if lora_of(model) is None else "adapter.safetensors"
     contents: dict[str, Content] = {
@@ -67,7 +67,7 @@ def save_checkpoint(
 def write_model(
     folder: Path,
     tokenizer: Tokenizer | None = None,
-    chat: AnyTemplate | None = None,
+    chat: Template | None = None,
     model: TransformerLanguageModel | None = None,
     **options: Any,
 ) -> TransformerLanguageModel:
@@ -83,7 +83,7 @@ def write_adapters(
     folder: Path,
     base: Path | None = None,
     tokenizer: Tokenizer | None = None,
-    chat: AnyTemplate | None = None,
+    chat: Template | None = None,
     lora: LoRA | None = None,
     **options: Any,
 ) -> TransformerLanguageModel:

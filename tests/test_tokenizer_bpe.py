@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tokenizer_base import TokenizerError
-from tokenizer_bpe import BLOCK, LONGEST_WHITESPACE, PROBE, SPECIAL_TOKENS, BPETokenizer, cut_long_words
+from tokenizer_bpe import MAX_WHITESPACE, PROBE_TEXT, SPECIAL_TOKENS, WORD_BLOCK, BPETokenizer, cut_long_words
 
 WORDS = "the cat sat on the mat; it's a naïve café, 12 345 déjà vu!\n\n    def f(x): return x**2\n 日本語 текст 😀 "
-TEXT = " ".join(random.Random(1).choices(WORDS.split(" "), k=5000)) + PROBE
+TEXT = " ".join(random.Random(1).choices(WORDS.split(" "), k=5000)) + PROBE_TEXT
 BPE = BPETokenizer.train([TEXT], vocab_size=600)
 
 # Characters that matter to GPT-2's pre-tokenizer, beside any others.
@@ -63,9 +63,9 @@ def test_the_name_of_a_special_token_in_text_is_ordinary_text() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "x", " x", "\x1cx", "\u3000", "\n\n'"])
-@pytest.mark.parametrize("extra", [-1, 0, 1, LONGEST_WHITESPACE])
+@pytest.mark.parametrize("extra", [-1, 0, 1, MAX_WHITESPACE])
 def test_cutting_long_whitespace_changes_no_id(extra: int, end: str) -> None:
-    text = f"a{' ' * (LONGEST_WHITESPACE + extra)}{end}"
+    text = f"a{' ' * (MAX_WHITESPACE + extra)}{end}"
     assert BPE.encode(text).tolist() == HF.encode(text).ids
 
 
@@ -111,10 +111,10 @@ def learned_by_tokenizers(texts: list[str], vocab_size: int) -> str:
 def test_learning_from_ordinary_text_is_that_of_tokenizers() -> None:
     lines = [
         "-" * 300,
-        "=" * (BLOCK - 1),
-        "a" * (BLOCK - 1),
+        "=" * (WORD_BLOCK - 1),
+        "a" * (WORD_BLOCK - 1),
         "日本語の文章。" * 400,
-        " " * (BLOCK - 1) + "x",
+        " " * (WORD_BLOCK - 1) + "x",
         "12 34 " * 200,
     ]
     texts = [TEXT, "\n".join(lines)]
@@ -122,14 +122,14 @@ def test_learning_from_ordinary_text_is_that_of_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("word", ["ACGT", "7", "=-_", "\t ", "é"])
-@pytest.mark.parametrize("length", [BLOCK - 1, 2 * BLOCK, 10 * BLOCK + 7])
+@pytest.mark.parametrize("length", [WORD_BLOCK - 1, 2 * WORD_BLOCK, 10 * WORD_BLOCK + 7])
 def test_only_long_words_are_cut_for_the_learning(word: str, length: int) -> None:
     run = (word * length)[:length]
     text = f"it's {run}x 'll" if word == "7" else f"it's 1{run}1 'll"
     parts = list(cut_long_words(text))
     assert "".join(parts) == text
-    assert (len(parts) == 1) == (length < BLOCK)
-    assert all(len(part) < 2 * BLOCK for part in parts)
+    assert (len(parts) == 1) == (length < WORD_BLOCK)
+    assert all(len(part) < 2 * WORD_BLOCK for part in parts)
     assert all(part.startswith(tuple(word)) for part in parts[1:]), "a cut inside the run"
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from common.chat import ChatTemplate, end_of_text
+from common.chat import ChatTemplate, require_end_of_text_id
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, name_of, sha256_file
-from common.output import LOG_LINE_SECONDS, byte_size, duration, log, progress_bar
+from common.files import atomic_write, name_input, sha256_file
+from common.output import LOG_INTERVAL_SECONDS, byte_size, duration, log, progress_bar
 from tokenization.conversations import read_conversations
 from tokenization.corpus import Source, left_out
 from tokenization.dedup import Repeats
@@ -47,7 +47,7 @@ from tokenization.token_folder import (
 )
 from tokenizer import CharacterTokenizer, Tokenizer, character_counts, load_tokenizer
 from tokenizer_base import TokenizerError
-from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
+from tokenizer_bpe import MIN_VOCABULARY, BPETokenizer
 
 LISTED = 5  # names of files
 LONGEST_LISTED = 10  # tokens
@@ -63,7 +63,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     if kind == "bpe" and options.unknown == "drop":
         raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
     if options.format == "chat" and options.tokenizer_file:
-        end_of_text(load_tokenizer(options.tokenizer_file))
+        require_end_of_text_id(load_tokenizer(options.tokenizer_file))
 
     folder = TokenFolder.of(options.output_dir, kind, options.output_name)
     fingerprint = fingerprint_of(found, options, kind)
@@ -131,7 +131,7 @@ def kind_of(options: Settings) -> str:
 
 def folder_of(options: Settings) -> str:
     """The token folder for the trainer's `--input`: one for each state of the text, and for each vocabulary."""
-    name = name_of(options.input[0])
+    name = name_input(options.input[0])
     return str(Path(DEFAULT_FOLDER) / f"{name}-{fingerprint_of(find(options), options, kind_of(options))[:8]}")
 
 
@@ -207,7 +207,7 @@ def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int
             lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency, *form),
             lambda: progress.wait("counting and merging pairs"),
         )
-    if trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
+    if trained.vocab_size == MIN_VOCABULARY < options.vocab_size:
         log.info(
             f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {options.min_frequency} "
             f"times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
@@ -431,7 +431,7 @@ class BytesRead:
     def seconds_to_tell(self) -> float:
         """Seconds since the start if a new line is due, else 0."""
         now = time.monotonic()
-        if not self.bar.disable or now - self.last_line < LOG_LINE_SECONDS:
+        if not self.bar.disable or now - self.last_line < LOG_INTERVAL_SECONDS:
             return 0.0
         self.last_line = now
         return now - self.began

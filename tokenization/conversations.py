@@ -53,7 +53,7 @@ def read_conversations(
     for source in sources:
         for record in records(source, on_bad, on_read):
             try:
-                yield Conversation(template.parts(messages_of(record.value)), source)
+                yield Conversation(template.split_turns(messages_of(record.value)), source)
             except ValueError as problem:
                 on_bad(BadRecord(record.place, str(problem)))
         require_unchanged(source)
@@ -98,7 +98,7 @@ def texts_of(record: Any, text_key: str) -> list[str]:
             return [text_of_record(record, text_key)]
         raise
     texts, before = [], ""
-    for part, is_answer in ChatTemplate().parts(messages):
+    for part, is_answer in ChatTemplate().split_turns(messages):
         before += part
         if is_answer:
             texts.append(before)

@@ -14,7 +14,7 @@ from common.errors import DataError
 from common.output import byte_size
 from tokenization.corpus import Source, Unreadable, decoded_blocks, require_unchanged, text_blocks, unpacked_blocks
 from tokenization.settings import DOCUMENT_SEPARATOR, Settings
-from tokenizer_base import joining_characters, valid_unicode
+from tokenizer_base import joining_character_class, replace_surrogates
 
 # Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
 # characters may differ. If longer text waited for such a place, it would be searched again and again.
@@ -119,7 +119,7 @@ def cut_point(text: str, limit: int) -> int:
 
 def between_letters(text: str, at: int) -> int:
     """Return the last place up to `at` that parts no letter from its marks."""
-    joining = re.compile(f"[{joining_characters()}]")
+    joining = re.compile(f"[{joining_character_class()}]")
     for place in range(at, max(0, at - MOST_MARKS), -1):
         if not joining.match(text, place) and text[place - 1] not in JOINERS:
             return place
@@ -185,7 +185,7 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
 
 def normalized(text: str) -> str:
     """Return valid Unicode, in which every line break is "\n"."""
-    return valid_unicode(text).replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
+    return replace_surrogates(text).replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
 
 
 def records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) -> Iterator[Record]:

@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal, NamedTuple
 from common.chat import ChatTemplate
 from common.errors import DataError, is_full_disk
 from common.files import atomic_write
-from common.output import LOG_LINE_SECONDS, log, printable, progress_bar
+from common.output import LOG_INTERVAL_SECONDS, log, printable, progress_bar
 from tokenization import conversations
 from tokenization.conversations import are_conversations, read_conversations, texts_of
 from tokenization.corpus import (
@@ -181,7 +181,7 @@ class Progress:
 
     def tell(self) -> None:
         self.bar.refresh()
-        if self.bar.disable and time.monotonic() - self.told >= LOG_LINE_SECONDS:
+        if self.bar.disable and time.monotonic() - self.told >= LOG_INTERVAL_SECONDS:
             self.told = time.monotonic()
             log.info(f"Opening    file {self.number:,} of {self.total:,}: {printable(self.name)}")
 

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tokenizer_base import joining_characters
+from tokenizer_base import joining_character_class
 from tokenizer_bpe import BPETokenizer
 
 LEAST_SHARE = 0.005  # of the letters: stray marks in other text change nothing
@@ -27,7 +27,7 @@ class WordForm(NamedTuple):
 
 def word_form(texts: Iterable[str]) -> WordForm:
     """Return how to cut the words of these texts. Marks count inside words only, not those of an emoji."""
-    marked_letter = re.compile(rf"[^\W\d_][{joining_characters()}]+")
+    marked_letter = re.compile(rf"[^\W\d_][{joining_character_class()}]+")
 
     def marks_in(text: str) -> int:
         return sum(len(found) - 1 for found in marked_letter.findall(text))

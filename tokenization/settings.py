@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.validation import STRICT, Text, option, options_of
+from common.validation import STRICT, NonEmptyText, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
 HUB = "hf://"  # how an input begins that is on the Hugging Face hub
@@ -35,7 +35,9 @@ class Settings:
         "text", "text", "text, or chat: conversations in .jsonl or .json; training learns their answers"
     )
     text_key: str = option("text", "text", "key or column that holds the text in a .jsonl file or a table")
-    encoding: Text | None = option(None, "text", "that of text files that are not UTF-8 [guessed]", metavar="NAME")
+    encoding: NonEmptyText | None = option(
+        None, "text", "that of text files that are not UTF-8 [guessed]", metavar="NAME"
+    )
     dedup: Literal["exact"] | None = option(
         None, "text", "exact: drop repeated documents, and paragraphs that stand in five documents or more"
     )
@@ -45,7 +47,7 @@ class Settings:
     tokenizer: Literal["bpe", "char"] | None = option(  # None: the kind of tokenizer_file, else "bpe"
         None, "vocabulary", "bpe: byte-level BPE; char: one token per character [bpe]"
     )
-    tokenizer_file: Text | None = option(
+    tokenizer_file: NonEmptyText | None = option(
         None, "vocabulary", "use this vocabulary, of either kind, instead of learning one", metavar="FILE"
     )
     vocab_size: int = option(  # the limits are those of BPETokenizer.train
@@ -59,8 +61,8 @@ class Settings:
         "error", "vocabulary", "what to do with characters that the character vocabulary lacks"
     )
 
-    output_dir: Text = option(DEFAULT_FOLDER, "output", "where the files go", metavar="FOLDER")
-    output_name: Text | None = option(
+    output_dir: NonEmptyText = option(DEFAULT_FOLDER, "output", "where the files go", metavar="FOLDER")
+    output_name: NonEmptyText | None = option(
         None, "output", "name of the token file, without .bin [tokens_bpe, or tokens for characters]"
     )
     train_split: float = option(

@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from common.errors import DataError
-from common.files import atomic_write, holder, locked, read_json, session, sha256_file, sync_directory, write_json
+from common.files import (
+    atomic_write,
+    describe_holder,
+    describe_session,
+    locked,
+    read_json,
+    sha256_file,
+    sync_directory,
+    write_json,
+)
 from common.output import log
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
@@ -125,7 +134,7 @@ class TokenFolder:
     def open_work(self, fingerprint: str) -> None:
         """Create the work folder. If an interrupted tokenization of the same text and settings left one, keep it."""
         marker = self.work / MARKER
-        described = {"fingerprint": fingerprint, "session": session()}
+        described = {"fingerprint": fingerprint, "session": describe_session()}
         if self.work.exists():
             try:
                 kept = read_json(marker, DataError).get("fingerprint") == fingerprint
@@ -187,7 +196,7 @@ class TokenFolder:
 def being_written(folder: Path) -> DataError:
     who = ""
     with contextlib.suppress(OSError, ValueError):  # it has just ended, or only just begun
-        who = holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
+        who = describe_holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
     return DataError(
         f"{folder} is being written by another tokenization{who}. Wait for it and run the same command again, stop it, "
         f"or choose another folder (--output_dir here, --data_dir in training)."

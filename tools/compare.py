@@ -25,7 +25,7 @@ from common.errors import ConfigError
 from common.flags import Parser
 from common.output import table_row
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 from serving.run_reader import RunReader
 from serving.watch_page import html_file, named, write_page
 from training.records import find_records, read_metrics
@@ -36,7 +36,7 @@ class Options:
     """Compare models on text that none of them has learned."""
 
     runs: tuple[str, ...] = option((), "", "run folders or checkpoints", word="RUN")
-    html: Text | None = option(None, "page", "also write a page, with the curves", metavar="FILE")
+    html: NonEmptyText | None = option(None, "page", "also write a page, with the curves", metavar="FILE")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "how", "where to compute")
 
 

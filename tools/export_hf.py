@@ -22,19 +22,19 @@ from pydantic.dataclasses import dataclass
 from common.errors import ConfigError
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Write a trained model as a folder that Hugging Face transformers opens."""
 
-    checkpoint: Text = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
-    out: Text = option(..., "", "folder to write; empty, or not there yet", word="OUT")
-    base: Text | None = option(
+    checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
+    out: NonEmptyText = option(..., "", "folder to write; empty, or not there yet", word="OUT")
+    base: NonEmptyText | None = option(
         None, "also", "for LoRA adapters: the folder their base was exported to", metavar="FOLDER"
     )
-    gguf: Text | None = option(None, "also", "write a file for llama.cpp and Ollama too", metavar="FILE")
+    gguf: NonEmptyText | None = option(None, "also", "write a file for llama.cpp and Ollama too", metavar="FILE")
     gguf_type: Literal["f16", "f32", "q8_0"] | None = option(
         None, "also", "of its weights: half precision [f16], as trained, or 8 bits, half the size of f16"
     )

@@ -20,15 +20,15 @@ from pydantic.dataclasses import dataclass
 
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Write a trained model as one HTML file that talks in a browser, offline."""
 
-    checkpoint: Text = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
-    out: Text = option(..., "", "file to write; not there yet", word="OUT.html")
+    checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
+    out: NonEmptyText = option(..., "", "file to write; not there yet", word="OUT.html")
     type: Literal["int8", "f16"] = option("int8", "page", "of the weights")
 
 

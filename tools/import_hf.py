@@ -19,15 +19,15 @@ from pydantic.dataclasses import dataclass
 
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3."""
 
-    folder: Text = option(..., "", "folder, or a name on the hub: openai-community/gpt2", word="FOLDER")
-    out: Text = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
+    folder: NonEmptyText = option(..., "", "folder, or a name on the hub: openai-community/gpt2", word="FOLDER")
+    out: NonEmptyText = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
 
 
 @script

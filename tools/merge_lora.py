@@ -18,15 +18,15 @@ from pydantic.dataclasses import dataclass
 
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     """Make an ordinary checkpoint of LoRA adapters and their base."""
 
-    checkpoint: Text = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
-    out: Text = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
+    checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
+    out: NonEmptyText = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
 
 
 @script

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from common.errors import ConfigError, require_packages
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 from serving.server import free_port, key_for
 
 
@@ -31,8 +31,8 @@ class Options:
     """Serve a trained model to programs that speak OpenAI's API. Requests need the key in the environment variable
     SERVE_API_KEY if there is one, and a new one where other machines are let in."""
 
-    run: Text | None = option(None, "", "checkpoint or run folder [the newest run in runs/]", word="RUN")
-    host: Text = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
+    run: NonEmptyText | None = option(None, "", "checkpoint or run folder [the newest run in runs/]", word="RUN")
+    host: NonEmptyText = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "address", "0: any free one", ge=0, le=65535)
 
 

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 from serving.run_reader import RunReader
 from serving.watch_page import html_file, last_reported_run, listen, named, runs_in, write_page
 
@@ -32,7 +32,7 @@ class Options:
     charts, by step, tokens or time."""
 
     runs: tuple[str, ...] = option((), "", "run folders, or folders of runs [the newest run in runs/]", word="RUN")
-    html: Text | None = option(None, "page", "write the page to one file and exit", metavar="FILE")
+    html: NonEmptyText | None = option(None, "page", "write the page to one file and exit", metavar="FILE")
     port: int = option(8001, "page", "0: any free one", ge=0, le=65535)
 
 

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from common.errors import ConfigError, require_packages
 from common.flags import Parser
 from common.script import script
-from common.validation import STRICT, Text, option
+from common.validation import STRICT, NonEmptyText, option
 from serving.server import free_port, key_for
 
 USER = "guest"  # where the page asks for a password
@@ -35,7 +35,7 @@ class Options:
     password, which is printed; the environment variable SERVE_API_KEY chooses it."""
 
     places: tuple[str, ...] = option(("runs",), "", "checkpoints, run folders, folders of runs", word="PATH")
-    host: Text = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
+    host: NonEmptyText = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "address", "0: any free one", ge=0, le=65535)
     share: bool = option(False, "address", "an address on the internet, through Gradio's servers")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "address", "where to compute")

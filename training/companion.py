@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from common.checkpoint import Checkpoint
 from common.errors import ConfigError
-from common.files import name_of
+from common.files import name_input
 from common.output import byte_size, duration
 from common.script import world
 from generation.passages import learned_text
@@ -117,7 +117,7 @@ def base_argv(config: Config) -> list[str]:
     """Return the flags of the base. Its run folder is beside the run of the own text."""
     companion = str(config.companion)
     max_mb = {} if companion.startswith(HUB) else {"max_mb": None}
-    run_dir = config.run_dir.parent / f"base_{name_of(companion)}"
+    run_dir = config.run_dir.parent / f"base_{name_input(companion)}"
     return build_argv(config, input=companion, companion=None, output_dir=str(run_dir), resume=None, **max_mb)
 
 

@@ -15,10 +15,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.files import name_of, read_json
+from common.files import name_input, read_json
 from common.flags import Parser, add_debug
 from common.script import world
-from common.validation import STRICT, Text, about, check, fields_of, option, options_of, suggest
+from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of, suggest
 from generation.settings import FLAGS as GENERATION_FLAGS
 from model_config import ModelConfig, Size, setting
 from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
@@ -55,11 +55,11 @@ class Forecast:
 class DataKeys:
     """The settings that name the training text."""
 
-    input: Text | None = option(
+    input: NonEmptyText | None = option(
         None, "data", "text file(s) to tokenize on first use, or builtin:conversations", scope="place"
     )
     tokenizer: Literal["bpe", "char"] = option("bpe", "data", "tokenizer to train on --input", scope="place")
-    text_key: Text = option("text", "data", "key or column of --input that holds the text", scope="place")
+    text_key: NonEmptyText = option("text", "data", "key or column of --input that holds the text", scope="place")
     max_mb: float | None = option(
         None,
         "data",
@@ -67,18 +67,20 @@ class DataKeys:
         gt=0,
         scope="place",
     )
-    companion: Text | None = option(
+    companion: NonEmptyText | None = option(
         None,
         "data",
         "a second, larger text to train on first, within --minutes",
         scope="place",
     )
-    data_dir: Text | None = option(
+    data_dir: NonEmptyText | None = option(
         None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]", scope="place"
     )
-    bin_file: Text | None = option(None, "data", "token file, with --tokenizer_file and --metadata_file", scope="place")
-    tokenizer_file: Text | None = option(None, "data", "tokenizer of --bin_file", scope="place")
-    metadata_file: Text | None = option(None, "data", "metadata of --bin_file", scope="place")
+    bin_file: NonEmptyText | None = option(
+        None, "data", "token file, with --tokenizer_file and --metadata_file", scope="place"
+    )
+    tokenizer_file: NonEmptyText | None = option(None, "data", "tokenizer of --bin_file", scope="place")
+    metadata_file: NonEmptyText | None = option(None, "data", "metadata of --bin_file", scope="place")
     placement: Literal["auto", "gpu", "ram", "mmap"] = option(
         "auto", "data", "where to keep tokens during training", scope="place"
     )
@@ -172,7 +174,7 @@ class Config(ModelConfig, DataKeys):
 
     eval_interval: Count = option(500, "evaluation", "steps between evaluations, 0 is off")
     eval_batches: Count = option(50, "evaluation", "validation batches of batch_size; 0: the whole split")
-    eval_prompts: Text | None = option(
+    eval_prompts: NonEmptyText | None = option(
         None, "evaluation", "JSONL of {prompt, answer?} answered at each evaluation, or builtin:conversations"
     )
     stop_after_worse: Count = option(
@@ -186,18 +188,20 @@ class Config(ModelConfig, DataKeys):
         None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", ge=0
     )
 
-    output_dir: Text | None = option(None, "checkpoints", "run folder [runs/<config name>]", scope="place")
+    output_dir: NonEmptyText | None = option(None, "checkpoints", "run folder [runs/<config name>]", scope="place")
     checkpoint_steps: Count = option(0, "checkpoints", "steps between checkpoints, 0 is off")
     checkpoint_interval: Count = option(3, "checkpoints", "epochs between checkpoints, 0 is off")
     checkpoint_minutes: Number = option(15.0, "checkpoints", "minutes between checkpoints, 0 is off")
-    checkpoint_dir: Text | None = option(
+    checkpoint_dir: NonEmptyText | None = option(
         None, "checkpoints", "also copy each checkpoint here, Drive for instance", scope="place"
     )
     resume: Literal["auto", "never"] = option(
         "auto", "checkpoints", "auto: continue the run in output_dir; never: start over", scope="command"
     )
-    resume_from: Text | None = option(None, "checkpoints", "continue from this checkpoint or run folder", scope="place")
-    init_from: Text | None = option(
+    resume_from: NonEmptyText | None = option(
+        None, "checkpoints", "continue from this checkpoint or run folder", scope="place"
+    )
+    init_from: NonEmptyText | None = option(
         None, "checkpoints", "start a new run from the weights of this checkpoint", scope="place"
     )
 
@@ -370,7 +374,7 @@ class Config(ModelConfig, DataKeys):
 
 SCHEMA = options_of(Config)
 MODEL_KEYS = tuple(options_of(ModelConfig))
-CONDITIONS = {key: about(f)["of"] for key, f in SCHEMA.items() if "of" in about(f)}
+CONDITIONS = {key: extras(f)["of"] for key, f in SCHEMA.items() if "of" in extras(f)}
 
 
 def has_effect(key: str, values: Mapping[str, Any]) -> bool:
@@ -388,7 +392,7 @@ def scope_of(key: str) -> str:
     """Return the scope of a key (see `option`). The shape of the model is fixed, except its dropout."""
     if key in MODEL_KEYS:
         return "run" if key == "dropout" else "fixed"
-    return str(about(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"
+    return str(extras(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"
 
 
 OTHER_SCRIPTS_FLAGS = {
@@ -410,7 +414,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     name = "default"
     text = flags.get("input") or flags.get("data_dir") or flags.get("bin_file")
     if config_name is None and isinstance(text, str) and flags.get("minutes"):
-        name = name_of(text.removeprefix("builtin:")) or name
+        name = name_input(text.removeprefix("builtin:")) or name
     if config_name is not None:
         path = find_config(config_name)
         content = read_json(path, ConfigError)

@@ -25,7 +25,7 @@ from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
 from tokenizer import Tokenizer
-from tokenizer_base import UnknownCharacterError, joining_characters
+from tokenizer_base import UnknownCharacterError, joining_character_class
 from training import parallel
 from training.config import Config
 from training.data import TokenData
@@ -239,7 +239,7 @@ def choose_sample_prompts(data: TokenData) -> list[list[int]]:
 
 def trim_partial_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Remove ids at both ends that hold a part of a character, or only combining marks."""
-    mark, first, last = re.compile(f"[\ufffd{joining_characters()}]"), 0, len(ids)
+    mark, first, last = re.compile(f"[\ufffd{joining_character_class()}]"), 0, len(ids)
     while first < last and mark.match(tokenizer.decode(ids[first:last])):
         first += 1
     while first < last and tokenizer.decode(ids[first:last]).endswith("\ufffd"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import Checkpoint, problems_of
+from common.checkpoint import Checkpoint, find_problems
 from common.errors import ConfigError
 from common.files import read_json
 from common.script import world
@@ -95,7 +95,7 @@ def shape_keys(config: Config) -> dict[str, Any]:
 def best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
     """Return the best weights of a run, here or in its mirror; if all are damaged, its `newest` checkpoint."""
     best = [*Store(config.run_dir).bests(), *(mirror.store.bests() if mirror else [])]
-    return next((path for path in best if path.exists() and not problems_of(path)), newest.path)
+    return next((path for path in best if path.exists() and not find_problems(path)), newest.path)
 
 
 def read_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from common.errors import ConfigError
-from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
+from common.machine import cpu_bf16_flag, device_name, name_contains, peak_flops, pick_device, total_ram
 from common.script import world
 from model_config import ModelConfig
 from training.config import Config
@@ -114,7 +114,7 @@ class Hardware:
         """Return the compute units per hour: as configured, else the known rate of an A100, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
-        return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
+        return A100_UNITS_PER_HOUR if name_contains(self.name, "A100") else None
 
     def describe(self) -> str:
         has_unused_gpu = self.device.type == "cpu" and torch.backends.mps.is_available()

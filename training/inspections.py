@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import problems_of
+from common.checkpoint import find_problems
 from common.errors import CheckpointError
 from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
@@ -85,7 +85,7 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
             saver.checkpoint_due, saver.logged_at = True, math.inf  # do not print the temporary folder
             saver.save()
         if is_rank_0():
-            if problems := problems_of(saver.store.steps()[0]):
+            if problems := find_problems(saver.store.steps()[0]):
                 raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
             if first == 0 and run.state.initialized_from is None:
                 check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import BEST, entry_of, listed_files, step_of
+from common.checkpoint import BEST, make_entry, read_manifest, step_of
 from common.errors import CheckpointError, ConfigError
-from common.files import OF_RUN, read_json, write_json
+from common.files import RECORDS_FOLDER, read_json, write_json
 from common.output import duration, log
 from training.records import RECORDS
 from training.stop import Stop
@@ -60,7 +60,7 @@ class MirrorStore(Store):
         return sorted(self.dir.glob(f"{BEST}_*"))
 
     def records(self, name: str) -> list[Path]:
-        paths = [copy / OF_RUN / name for copy in self.steps()]
+        paths = [copy / RECORDS_FOLDER / name for copy in self.steps()]
         return [path for path in paths if path.is_file() and matches_manifest(path)]
 
     def path_of(self, name: str) -> Path:
@@ -337,5 +337,5 @@ def empty_files(folder: Path) -> None:
 def matches_manifest(record: Path) -> bool:
     """Return whether a record in a copy matches the copy's manifest."""
     with contextlib.suppress(CheckpointError, OSError):
-        return listed_files(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
+        return read_manifest(record.parents[1]).get(f"{RECORDS_FOLDER}/{record.name}") == make_entry(record)
     return False

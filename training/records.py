@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.files import OF_RUN, atomic_write
-from common.output import cell, shortened, table_row
+from common.files import RECORDS_FOLDER, atomic_write
+from common.output import cell, shorten, table_row
 from common.validation import STRICT, build
 
 CONFIG = "config.json"
@@ -33,7 +33,7 @@ Count = Annotated[int, Field(ge=0, lt=10**15)]
 
 def find_records(folder: Path) -> Path:
     """Return the folder that holds the records: the run folder itself or, in a mirror, the newest copy."""
-    copies = sorted(folder.glob(f"step_*/{OF_RUN}"))
+    copies = sorted(folder.glob(f"step_*/{RECORDS_FOLDER}"))
     return copies[-1] if copies and not (folder / CONFIG).exists() else folder
 
 
@@ -193,7 +193,7 @@ def render_answers(
     answers of the initial weights, if any. Texts are cut at `longest` characters (None: never)."""
 
     def text_cell(text: str) -> str:
-        return cell(text if longest is None else shortened(text, longest))
+        return cell(text if longest is None else shorten(text, longest))
 
     head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
     lines = [table_row(head), table_row(["---"] * len(head))]

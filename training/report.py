@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from common.output import LOG_LINE_SECONDS, duration, is_interactive, log, progress_bar, si
+from common.output import LOG_INTERVAL_SECONDS, duration, is_interactive, log, progress_bar, si
 from common.script import is_rank_0
 from training.clock import Clock
 from training.evaluate import EVALUATION_SPEEDUP, Answer, Evaluation, accuracy, evaluated_windows, perplexity
@@ -152,7 +152,7 @@ class Report:
             self.bar.total = last_step
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
         elif time.perf_counter() >= self.next_line or row["step"] == last_step:
-            self.next_line = time.perf_counter() + LOG_LINE_SECONDS
+            self.next_line = time.perf_counter() + LOG_INTERVAL_SECONDS
             log.info(f"step {row['step']:,}/{last_step:,}, {', '.join(parts)}, {duration(left)} left")
 
     def warn_of_other_programs(self) -> None:

@@ -20,14 +20,14 @@ from common.checkpoint import (
     BEST,
     Checkpoint,
     describe_damage,
+    find_problems,
     newest_valid,
     open_checkpoint,
-    problems_of,
     step_folders,
     step_of,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import OF_RUN, atomic_write, sha256_file
+from common.files import RECORDS_FOLDER, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.script import world
 from model_config import ModelConfig
@@ -155,7 +155,7 @@ def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previo
     folder = previous.checkpoint.path.resolve()
     parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     if parent == store.dir.resolve():
-        is_lost = mirror is not None and bool(problems_of(store.dir / BEST))
+        is_lost = mirror is not None and bool(find_problems(store.dir / BEST))
         bests = mirror.store.bests() if mirror is not None and is_lost else []
     else:
         store.steps_dir.mkdir(parents=True, exist_ok=True)
@@ -164,14 +164,14 @@ def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previo
             if try_copy(partial(store.copy, folder, here.name), folder, store):
                 print(f"Copies     restored {previous.checkpoint.path}, the newest checkpoint, to {store.dir}.")
                 previous = replace(previous, checkpoint=Checkpoint(here))
-        records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
+        records = folder / RECORDS_FOLDER if (folder / RECORDS_FOLDER).is_dir() else parent
         for name in RECORDS:
             if (records / name).is_file():
                 with atomic_write(store.dir / name) as file:
                     file.write((records / name).read_bytes())
         bests = [parent / BEST, *parent.glob(f"{BEST}_*")]
     for best in bests:
-        if not problems_of(best):
+        if not find_problems(best):
             try_copy(partial(store.copy_best, best), best, store)
     return previous
 
@@ -294,7 +294,7 @@ def restore(run: Run, previous: Previous) -> TrainState:
 def read_run_best(run: Run) -> TrainState | None:
     """Read the state saved with best/; None if best/ is missing or damaged."""
     best = run.dir / BEST
-    if best.exists() and (problems := problems_of(best)):
+    if best.exists() and (problems := find_problems(best)):
         print(f"Warning: {describe_damage(best, problems)} The next evaluation replaces it.", file=sys.stderr)
         return None
     return read_best_state(best)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import BEST, BYTES_A_PARAMETER, Checkpoint
+from common.checkpoint import BEST, BYTES_PER_PARAMETER, Checkpoint
 from common.script import is_rank_0
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return BYTES_A_PARAMETER * self.model.num_parameters(trained_only=True)
+        return BYTES_PER_PARAMETER * self.model.num_parameters(trained_only=True)
 
     @property
     def disk_bytes(self) -> int:

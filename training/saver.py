@@ -23,7 +23,7 @@ from common.checkpoint import (
     stored_weights,
 )
 from common.errors import CheckpointError, MemoryExhausted
-from common.files import json_bytes, session, write_json
+from common.files import describe_session, json_bytes, write_json
 from common.lora import lora_of
 from common.machine import available_ram
 from common.output import log
@@ -256,7 +256,7 @@ def write_config(run: Run, folder: Path) -> None:
     config, values = run.config, run.resolved()
     trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
-    resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": session()}
+    resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": describe_session()}
     if config.forecast:
         resolved["forecast"] = asdict(config.forecast) | {"minutes": config.forecast.minutes or config.minutes}
     write_json(folder / CONFIG, resolved)

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from common.checkpoint import STATE, Checkpoint
 from common.errors import CheckpointError
-from common.validation import Text, build, fields_of
+from common.validation import NonEmptyText, build, fields_of
 
 MAX_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
@@ -57,8 +57,8 @@ class TrainState:
     elapsed_seconds: Seconds = 0.0  # over all sessions
     ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving
     compiled: bool | None = None  # CPU only; None on a GPU and before the first step
-    resumed_from: Text | None = None  # --resume_from
-    initialized_from: Text | None = None  # SHA-256 of the initial weights
+    resumed_from: NonEmptyText | None = None  # --resume_from
+    initialized_from: NonEmptyText | None = None  # SHA-256 of the initial weights
 
 
 @dataclass(config=FINITE)

@@ -22,17 +22,17 @@ from common.checkpoint import (
     BEST,
     OPTIMIZER,
     Checkpoint,
-    Entry,
-    entry_of,
-    listed_files,
-    problems_of,
+    ManifestEntry,
+    find_problems,
+    make_entry,
+    read_manifest,
     step_folders,
     step_of,
     write_files,
     write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import CHECKPOINT_NAME, OF_RUN, holder, locked, read_json, sync_directory
+from common.files import CHECKPOINT_NAME, RECORDS_FOLDER, describe_holder, locked, read_json, sync_directory
 from common.tensors import Content
 from training.config import is_resolved
 from training.records import CONFIG, RECORDS
@@ -56,8 +56,8 @@ class Store:
 
         def busy() -> CheckpointError:
             return CheckpointError(
-                f"Another process{holder(self.dir / CONFIG)} is training in {self.dir}. Wait for it, stop it, or "
-                "choose another --output_dir."
+                f"Another process{describe_holder(self.dir / CONFIG)} is training in {self.dir}. Wait for it, stop it, "
+                "or choose another --output_dir."
             )
 
         return locked(self.dir, busy)
@@ -135,15 +135,17 @@ class Store:
             return False
 
         def fill(folder: Path) -> None:
-            if problems := problems_of(source):
+            if problems := find_problems(source):
                 raise OSError(f"{source} is damaged: {'; '.join(problems)}")
             copy_files((source / name for name in files), folder)
             copied = [path for path in records if path.is_file()]
             if copied:
-                copy_files(copied, folder / OF_RUN)
-            recorded = {f"{OF_RUN}/{path.name}": entry_of(folder / OF_RUN / path.name) for path in copied}
+                copy_files(copied, folder / RECORDS_FOLDER)
+            recorded = {
+                f"{RECORDS_FOLDER}/{path.name}": make_entry(folder / RECORDS_FOLDER / path.name) for path in copied
+            }
             write_manifest(folder, files | recorded)
-            if problems := problems_of(folder):
+            if problems := find_problems(folder):
                 raise OSError(f"the copy of {source.name} is damaged: {'; '.join(problems)}")
 
         try:
@@ -155,9 +157,9 @@ class Store:
         self.verified.add(target)
         return True
 
-    def is_copy(self, copy: Path, files: dict[str, Entry]) -> bool:
+    def is_copy(self, copy: Path, files: dict[str, ManifestEntry]) -> bool:
         """Return whether `copy` is an intact copy of these files."""
-        is_whole = files.items() <= read_own_files(copy).items() and (copy in self.verified or not problems_of(copy))
+        is_whole = files.items() <= read_own_files(copy).items() and (copy in self.verified or not find_problems(copy))
         if is_whole:
             self.verified.add(copy)
         return is_whole
@@ -165,7 +167,7 @@ class Store:
     def copy_best(self, source: Path) -> None:
         """Copy best weights, unless the ones here are better. Raises OSError."""
         theirs, best = read_best_state(source), self.dir / BEST
-        ours = None if problems_of(best) else read_best_state(best)
+        ours = None if find_problems(best) else read_best_state(best)
         if theirs is not None and (ours is None or not is_better(ours, theirs)):
             self.copy(source, BEST)
 
@@ -324,12 +326,12 @@ def copy_files(paths: Iterable[Path], target: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def read_own_files(checkpoint: Path) -> dict[str, Entry]:
+def read_own_files(checkpoint: Path) -> dict[str, ManifestEntry]:
     """Return the files of a checkpoint by its manifest, without the records of its run; if the manifest cannot be read,
     an entry that matches no file."""
     with contextlib.suppress(CheckpointError, OSError):
-        return {name: entry for name, entry in listed_files(checkpoint).items() if "/" not in name}
-    return {"": Entry(0, "")}
+        return {name: entry for name, entry in read_manifest(checkpoint).items() if "/" not in name}
+    return {"": ManifestEntry(0, "")}
 
 
 def read_best_state(best: Path) -> TrainState | None:

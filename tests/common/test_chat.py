@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from common.chat import (
     CHATML_TOKENS,
     ROLES,
-    AnyTemplate,
     ChatML,
     ChatTemplate,
     Message,
+    Template,
     require_order,
     template_from_dict,
 )
 from exchange.hf_tokenizer import chat_jinja
 from tokenizer import CharacterTokenizer
 from tokenizer_base import TokenizerError
-from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
 
 TEMPLATE = ChatTemplate()
-BPE = BPETokenizer.train([PROBE * 3, "User: What is it?\nAssistant: It is it.\n" * 20], vocab_size=450)
+BPE = BPETokenizer.train([PROBE_TEXT * 3, "User: What is it?\nAssistant: It is it.\n" * 20], vocab_size=450)
 END = "<|endoftext|>"
 
 
@@ -66,7 +66,7 @@ def test_a_prompt_is_a_prefix_and_it_does_not_matter_where_the_text_is_cut(
     prompt = TEMPLATE.prompt_ids(BPE, messages[:-1])
     ids, counted = TEMPLATE.encode(BPE, messages)
     assert ids[: len(prompt)].tolist() == prompt and counted[len(prompt) :].all() and not counted[len(prompt) - 1]
-    parts = TEMPLATE.parts(messages)
+    parts = TEMPLATE.split_turns(messages)
     end = np.array([BPE.end_of_text_id])
     at_once = [
         BPE.encode(question + answer) for (question, _), (answer, _) in zip(parts[::2], parts[1::2], strict=True)
@@ -154,7 +154,7 @@ def test_a_template_that_is_none(values: object) -> None:
     assert template_from_dict(TEMPLATE.to_dict()) == TEMPLATE
 
 
-def hugging_face(template: AnyTemplate, tokenizer: BPETokenizer = BPE) -> Any:
+def hugging_face(template: Template, tokenizer: BPETokenizer = BPE) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -170,7 +170,7 @@ def hugging_face(template: AnyTemplate, tokenizer: BPETokenizer = BPE) -> Any:
     "template",
     [TEMPLATE, ChatTemplate("### It's {{ 7 }}", '"Q"', "A\\:"), ChatML(), ChatML('Say "it\'s" {{ 7 }}.\nÜber alles.')],
 )
-def test_hugging_face_gives_the_same_ids_and_finds_the_answers(template: AnyTemplate, system: str | None) -> None:
+def test_hugging_face_gives_the_same_ids_and_finds_the_answers(template: Template, system: str | None) -> None:
     tokenizer = WITH_TURNS if isinstance(template, ChatML) else BPE
     theirs = hugging_face(template, tokenizer)
     messages = conversation(" What?\n", "It's 'it'.", "Why so?", "(Because)", system=system)

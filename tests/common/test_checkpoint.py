@@ -18,10 +18,10 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import (
+    find_problems,
     newest_run,
     newest_valid,
     open_checkpoint,
-    problems_of,
 )
 from common.errors import CheckpointError
 from model import TransformerLanguageModel
@@ -116,7 +116,7 @@ def test_the_folder_holds_the_contracts_files_and_the_manifest_describes_them(sa
     described = json.loads((folder / "config.json").read_text())
     assert (described["tokenizer_type"], described["vocab_size"]) == ("character", 13)
     assert described["total_parameters"] == trained()[0].num_parameters()
-    assert problems_of(folder) == []
+    assert find_problems(folder) == []
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["missing", "truncated", "altered"])
@@ -131,7 +131,7 @@ def test_damage_to_any_file_is_found_and_named(name: str, damage: Callable, save
         damage(folder / name)
         if name == "manifest.json" and damage is cut:  # a final newline is no loss
             cut(folder / name)
-    assert any(name in problem for problem in problems_of(folder))
+    assert any(name in problem for problem in find_problems(folder))
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder)
     message = str(caught.value)
@@ -146,12 +146,12 @@ def test_weights_alone_are_a_checkpoint_if_the_manifest_means_it(save: Callable[
     contents = {name: (folder / name).read_bytes() for name in checkpoint.WEIGHTS_FILES}
     (tmp_path / "weights").mkdir()
     checkpoint.write_files(tmp_path / "weights", contents)
-    assert problems_of(tmp_path / "weights") == []
+    assert find_problems(tmp_path / "weights") == []
     model, _ = trained(seed=1)
     open_checkpoint(tmp_path / "weights").load_weights(model)
     (tmp_path / "half").mkdir()
     checkpoint.write_files(tmp_path / "half", contents | {"optimizer.safetensors": b"state"})
-    assert problems_of(tmp_path / "half") == ["manifest.json does not list training_state.json"]
+    assert find_problems(tmp_path / "half") == ["manifest.json does not list training_state.json"]
 
 
 def test_a_checkpoint_is_replaced_by_the_new_one_and_nothing_is_left_over(save: Callable[..., Path]) -> None:
@@ -187,7 +187,7 @@ def test_a_full_disk_at_any_file_leaves_the_checkpoints_as_they_were(save: Calla
             assert caught.value.exit_code == 4 and "Free some space" in str(caught.value)
             assert contents(run) == before, f"{size} bytes a file"
             assert sorted(os.listdir(run / "checkpoints")) == ["step_00000001"]
-    assert problems_of(best) == []
+    assert find_problems(best) == []
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "manifest.json"])

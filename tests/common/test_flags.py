@@ -13,12 +13,12 @@ import tokenize_local_bpe
 import train_colab_mmap
 from common.errors import ConfigError
 from common.flags import Parser
-from common.validation import STRICT, Text, check, option, options_of
+from common.validation import STRICT, NonEmptyText, check, option, options_of
 
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    names: tuple[Text, ...] = option((), "what", "files", many=True, min_length=1, metavar="FILE")
+    names: tuple[NonEmptyText, ...] = option((), "what", "files", many=True, min_length=1, metavar="FILE")
     word: tuple[str, ...] = option((), "what", "texts; repeatable")
     share: float = option(0.5, "how", "100% of it", gt=0, le=1)
     count: int | None = option(None, "how", "a number", ge=1)

@@ -14,13 +14,13 @@ import torch
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import CheckpointError
 from common.files import sha256_file
-from common.lora import TARGETS, LoRA, adapters_of, add_adapters, load_adapters, merge
+from common.lora import TARGET_MODULES, LoRA, adapters_of, add_adapters, load_adapters, merge
 from common.validation import build
 from model import TransformerLanguageModel
 from tests.hostile.readers import seal
 from tests.models import MODERN, bpe, random_model, write_adapters, write_model
 
-ALL = tuple(TARGETS)
+ALL = tuple(TARGET_MODULES)
 FORMS = {"gpt2": {}, "tied": {"tie_embeddings": True}, "modern": MODERN}
 TOKENS = torch.arange(48).view(2, 24) * 5
 

@@ -11,9 +11,9 @@ from pydantic.fields import FieldInfo
 
 import generation.settings
 import tokenization.settings
-from common.flags import meant
+from common.flags import convert
 from common.output import cell, table_row
-from common.validation import about, check, choices_of, is_tuple, kind_of, limits_of
+from common.validation import check, choices_of, extras, is_tuple, kind_of, limits_of
 from tests.helpers import columns
 from training.config import REPOSITORY, SCHEMA, Config
 
@@ -55,7 +55,7 @@ def reference() -> str:
 
 def option_tables(schema: Mapping[str, FieldInfo], called: str = "key") -> Iterator[str]:
     """The options, one table for each of their groups."""
-    groups = {key: str(about(f).get("group", "model")) for key, f in schema.items()}
+    groups = {key: str(extras(f).get("group", "model")) for key, f in schema.items()}
     for number, group in enumerate(dict.fromkeys(groups.values())):
         names = {key: key if called == "key" else f"--{key}" for key in schema}
         rows = [key_row(names[key], f) for key, f in schema.items() if groups[key] == group]
@@ -91,7 +91,7 @@ def allowed(f: FieldInfo) -> str:
     if choices := choices_of(f):
         return ", ".join(code(choice) for choice in choices)
     limits = [f"{said} {limit:,}" for said, limit in limits_of(f)]
-    kind = f"{METAVARS.get(about(f).get('metavar', ''), KINDS[kind_of(f)])}{', one or more' if is_tuple(f) else ''}"
+    kind = f"{METAVARS.get(extras(f).get('metavar', ''), KINDS[kind_of(f)])}{', one or more' if is_tuple(f) else ''}"
     return ", ".join([kind, *([" and ".join(limits)] if limits else [])])
 
 
@@ -123,9 +123,9 @@ def test_every_key_stands_in_it_once_with_values_that_are_taken() -> None:
     for key, (_, default, may_be, text) in rows.items():
         assert text
         if SCHEMA[key].default not in (None, ()):
-            assert problems_with(key, meant(default.strip("`"), SCHEMA[key])) == []
+            assert problems_with(key, convert(default.strip("`"), SCHEMA[key])) == []
         for word in re.findall(r"`([^`]+)`", may_be):
-            assert problems_with(key, meant(word, SCHEMA[key])) == []
+            assert problems_with(key, convert(word, SCHEMA[key])) == []
         for inside, limit in re.findall(r"(at least|at most|more than|less than) ([\d.,]*\d)", may_be):
             number = float(limit.replace(",", ""))
             outside = {"at least": number - 1, "at most": number + 1}.get(inside, number)

@@ -24,7 +24,7 @@ from model_config import GATED, ModelConfig
 from tests.helpers import full_disk, without_packages
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_model
 from tokenizer import CharacterTokenizer
-from tokenizer_bpe import PROBE, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, BPETokenizer
 from tools.export_hf import main
 
 needs_transformers = pytest.mark.extras("transformers")
@@ -203,7 +203,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "other logits":
         monkeypatch.setattr("exchange.hf_llama.rms_norm", lambda x, *how: 2 * x)  # of the embeddings
     elif damage == "other ids":
-        other = BPETokenizer.train([PROBE], vocab_size=290)
+        other = BPETokenizer.train([PROBE_TEXT], vocab_size=290)
         monkeypatch.setattr("exchange.hf_folder.hf_tokenizer_json", lambda _: other.to_json().encode())
     before = left_behind(out.parent)
     disk = full_disk() if damage == "full disk" else contextlib.nullcontext()

@@ -18,7 +18,7 @@ from model_config import ModelConfig
 from tests.exchange import gguf_proof
 from tests.helpers import generated_text, with_large_weights
 from tokenizer import CharacterTokenizer, Tokenizer
-from tokenizer_bpe import PROBE, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, BPETokenizer
 
 pytestmark = pytest.mark.extras
 TEXT = generated_text(8_000)
@@ -27,7 +27,7 @@ TANH = {"activation": "gelu_tanh"}
 
 @pytest.fixture(scope="module")
 def bpe() -> BPETokenizer:
-    return BPETokenizer.train([TEXT, PROBE], 400)
+    return BPETokenizer.train([TEXT, PROBE_TEXT], 400)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer
     pytest.importorskip("xllamacpp")
     model, path = build(bpe), tmp_path / "a.gguf"
     gguf_file.write_gguf(path, model, bpe, "a")
-    other = BPETokenizer.train([TEXT[::-1], PROBE], 400)
+    other = BPETokenizer.train([TEXT[::-1], PROBE_TEXT], 400)
     with pytest.raises(CheckpointError, match=r"gives other ids from token \d+ on, after"):
         gguf_proof.verify_gguf(path, model, other)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from tests.exchange.test_export_hf import left_behind
 from tests.helpers import flags_of_a_tiny_run, generated_text
 from tests.models import CHARACTERS, bpe
 from tokenizer import load_tokenizer
-from tokenizer_bpe import PROBE, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, BPETokenizer
 from tools.import_hf import main
 
 pytestmark = pytest.mark.extras("transformers")
@@ -131,7 +131,7 @@ def test_the_two_files_of_gpt2s_vocabulary(tmp_path: Path) -> None:
     assert main([str(folder), str(tmp_path / "ours")]) == 0
     tokenizer = load_tokenizer(tmp_path / "ours" / "tokenizer.json")
     assert tokenizer.vocab_size == len(vocab) and tokenizer.end_of_text_id == len(vocab) - 1
-    assert tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
+    assert tokenizer.decode(tokenizer.encode(PROBE_TEXT)) == PROBE_TEXT
     (folder / "merges.txt").write_text("#version: 0.2\nq zzz\n")
     assert main([str(folder), str(tmp_path / "again")]) == 3
 
@@ -218,7 +218,7 @@ BAD = {
     "not finite": (weights(lambda w: w[WEIGHT].fill_(float("inf"))), 4, "not finite"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), 3, "has no tokenizer"),
     "another tokenizer": (
-        lambda folder: BPETokenizer.train([PROBE], vocab_size=350).save(folder / "tokenizer.json"),
+        lambda folder: BPETokenizer.train([PROBE_TEXT], vocab_size=350).save(folder / "tokenizer.json"),
         3,
         "312 ids and the model 300",
     ),

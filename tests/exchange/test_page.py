@@ -29,7 +29,7 @@ from tests.languages import HINDI
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
 from tokenization.scripts import WordForm
 from tokenizer import CharacterTokenizer, Tokenizer
-from tokenizer_bpe import PROBE, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, BPETokenizer
 from tools import export_page
 
 in_browser = pytest.mark.extras("playwright")
@@ -212,7 +212,7 @@ def test_it_writes_what_generate_writes_also_beyond_the_context(browser: Any, tm
     for kind in ("f16", "int8") if form == "modern" else ("f16",):
         with Visitor(browser, written(tmp_path / "mine", "--type", kind)) as visitor:
             visitor.settings(60)
-            for prompt in ("the cat sat", "", PROBE):  # longer than its context of 24, empty
+            for prompt in ("the cat sat", "", PROBE_TEXT):  # longer than its context of 24, empty
                 assert visitor.write(prompt) == greedy(rounded(model, kind), bpe(), prompt, 60), (kind, prompt)
         (tmp_path / "mine.html").unlink()
 
@@ -230,7 +230,7 @@ def test_adapters_are_merged(browser: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [WordForm(), WordForm("qwen35", to_nfc=True)], ids=["gpt-2", "qwen35"])
 def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path, form: WordForm) -> None:
     """Of both ways in which a vocabulary is learned here."""
-    tokenizer = BPETokenizer.train([PROBE * 3, generated_text(2_000), HINDI * 3], 600, 2, *form)
+    tokenizer = BPETokenizer.train([PROBE_TEXT * 3, generated_text(2_000), HINDI * 3], 600, 2, *form)
     write_model(tmp_path / "mine", tokenizer)
     random = np.random.RandomState(0)
     planes = [
@@ -245,7 +245,7 @@ def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path, form: WordForm) ->
     ]
     planes += [*range(0x1C), 0x85, 0xA0, 0x3000, 0x1680, 0x661, 0x2167, *map(ord, " \n'sdmt    ")] * 5
     texts = [
-        PROBE,
+        PROBE_TEXT,
         " " * 300,
         "a" * 3000,
         "'LL 'll''s \u0085x",

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import generate
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError, DataError
-from common.script import LONGEST_MESSAGE
+from common.script import MAX_MESSAGE_CHARACTERS
 from tests.conftest import Result
 from tests.helpers import snapshot
 from tests.hostile.mutations import DEEP
@@ -141,7 +141,7 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
     def refused(code: int, said: str, result: Result) -> None:
         assert result.code == code and said in result.err, result.err
         assert "error: " in result.err and "Traceback" not in result.err
-        assert len(result.err.partition("error: ")[2]) <= LONGEST_MESSAGE + 20
+        assert len(result.err.partition("error: ")[2]) <= MAX_MESSAGE_CHARACTERS + 20
 
     config = tmp_path / "config.json"
     for content, said in ((DEEP, "not usable JSON"), ('{"seed": NaN}', "seed"), (json.dumps({"x" * 10**5: 1}), "xxx")):

@@ -29,8 +29,8 @@ import tokenize_local_bpe
 import train_colab_mmap
 import training.fit  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
-from common.checkpoint import Checkpoint, problems_of, step_folders, step_of
-from common.files import OF_RUN, sha256_file
+from common.checkpoint import Checkpoint, find_problems, step_folders, step_of
+from common.files import RECORDS_FOLDER, sha256_file
 from training import (
     mirror,
     store,
@@ -281,7 +281,7 @@ class Round:
 
 def whole(folder: Path) -> set[int]:
     """The steps of the undamaged checkpoints in a folder."""
-    return {step_of(path) for path in step_folders(folder) if not problems_of(path)}
+    return {step_of(path) for path in step_folders(folder) if not find_problems(path)}
 
 
 def damage(checkpoint: Path, moments: random.Random) -> None:
@@ -312,7 +312,7 @@ def result(of: Round) -> dict[str, str]:
     found["metrics"] = distinct([rows_of(of.run)])
     # A session that was stopped in the last evaluation copied its last step, too.
     whole_copies = [copy for copy in copies if store.read_state(Checkpoint(copy)).state.evaluated_step == STEPS]
-    found["metrics of the copies"] = distinct([rows_of(copy / OF_RUN) for copy in whole_copies])
+    found["metrics of the copies"] = distinct([rows_of(copy / RECORDS_FOLDER) for copy in whole_copies])
     return found
 
 

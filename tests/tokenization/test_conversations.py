@@ -122,7 +122,7 @@ def write_records(path: Path, count: int = 30) -> list[dict]:
 
 
 def template_text(record: dict) -> str:
-    return "".join(text for text, _ in ChatTemplate().parts(messages_of(record)))
+    return "".join(text for text, _ in ChatTemplate().split_turns(messages_of(record)))
 
 
 def read_folder(folder: Path) -> tuple[TokenMetadata, np.ndarray, np.ndarray, Any]:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from common.checkpoint import entry_of, write_manifest
+from common.checkpoint import make_entry, write_manifest
 from tests.helpers import run_script
 from tests.training.helpers import checkpoint_of
 from tools import compare
@@ -22,7 +22,7 @@ def test_a_run_that_learned_more_is_better_and_it_says_how_soon(
     shutil.copytree(checkpoint_of(unbroken), bare := tmp_path / "bare")
     for name in ("training_state.json", "optimizer.safetensors"):
         (bare / name).unlink()
-    write_manifest(bare, {path.name: entry_of(path) for path in bare.iterdir() if path.name != "manifest.json"})
+    write_manifest(bare, {path.name: make_entry(path) for path in bare.iterdir() if path.name != "manifest.json"})
     said = run_script(compare.main, unbroken, longer, bare)
     assert said.code == 0, said.err
     assert re.search(r"longer is better than run, by [\d.]+ bits per byte, give or take [\d.]+", said.out)
@@ -45,6 +45,6 @@ def test_what_none_holds_out_is_said_in_one_sentence(
         state = json.loads(path.read_text())
         path.write_text(json.dumps(state | {"data": {"tokens_sha256": "0" * 64}}))
         files = (file for file in path.parent.iterdir() if file.is_file() and file.name != "manifest.json")
-        write_manifest(path.parent, {file.name: entry_of(file) for file in files})
+        write_manifest(path.parent, {file.name: make_entry(file) for file in files})
     said = run_script(compare.main, copy_of, copy_of / "best")
     assert said.code == 3 and "the tokens of none are there any more" in said.err and "--score FILE" in said.err

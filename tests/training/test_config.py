@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.validation import about, choices_of, kind_of
+from common.validation import choices_of, extras, kind_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT
@@ -210,7 +210,7 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
 
 @pytest.mark.parametrize("key", SCHEMA)
 def test_a_flag_without_a_value_is_refused_unless_it_is_a_switch(key: str) -> None:
-    metadata = about(SCHEMA[key])
+    metadata = extras(SCHEMA[key])
     if kind_of(SCHEMA[key]) is bool:
         assert getattr(parse_config([f"--{key}"]), key) is True
     elif "switch" in metadata:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import train_colab_mmap
 from common.checkpoint import open_checkpoint
-from common.lora import TARGETS, LoRA, add_adapters
+from common.lora import TARGET_MODULES, LoRA, add_adapters
 from generate import load_checkpoint
 from model import IGNORE_INDEX, TransformerLanguageModel
 from tests.helpers import hardware_of, open_tokens, run_script, with_large_weights
@@ -168,7 +168,7 @@ def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: di
     model = TransformerLanguageModel(config.shape(data.vocab_size))
     model.activation_checkpointing = config.activation_checkpointing
     if rank:
-        add_adapters(model, LoRA(rank, 8.0, tuple(TARGETS), "base", "0" * 64))
+        add_adapters(model, LoRA(rank, 8.0, tuple(TARGET_MODULES), "base", "0" * 64))
     with_large_weights(model)
     batch = data.batch(0, 6)
     alone = reference(model, *batch)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.checkpoint import newest_valid, problems_of, step_folders, step_of
+from common.checkpoint import find_problems, newest_valid, step_folders, step_of
 from common.errors import ConfigError
 from common.files import read_json, write_json
 from tests.kills import Kill
@@ -62,7 +62,7 @@ def saved(place: Path) -> None:
     checkpoints = place / "run/checkpoints"
     Store(place / "run").clean_up()
     assert newest(checkpoints) in (NEW, 30)
-    assert all(problems_of(path) == [] for path in checkpoints.iterdir()), "nothing that is half there"
+    assert all(find_problems(path) == [] for path in checkpoints.iterdir()), "nothing that is half there"
 
 
 def replace_best(place: Path) -> None:
@@ -72,7 +72,7 @@ def replace_best(place: Path) -> None:
 
 def replaced(place: Path) -> None:
     Store(place / "run").clean_up()
-    assert problems_of(place / "run/best") == []
+    assert find_problems(place / "run/best") == []
     assert not [path.name for path in (place / "run").iterdir() if path.name.startswith(".")]
 
 
@@ -98,9 +98,9 @@ def copied(place: Path) -> None:
     copies = place / "drive/run"
     assert newest(copies) in (OLD, NEW)
     copy_new(place)
-    assert newest(copies) == NEW and all(problems_of(path) == [] for path in step_folders(copies))
+    assert newest(copies) == NEW and all(find_problems(path) == [] for path in step_folders(copies))
     (best,) = copies.glob("best_*")
-    assert problems_of(best) == []
+    assert find_problems(best) == []
 
 
 def delete_old(place: Path) -> None:
@@ -109,7 +109,7 @@ def delete_old(place: Path) -> None:
 
 def deleted(place: Path) -> None:
     assert newest(place / "drive/run") == NEW
-    assert all(problems_of(path) == [] for path in step_folders(place / "drive/run"))
+    assert all(find_problems(path) == [] for path in step_folders(place / "drive/run"))
 
 
 def start_over(place: Path) -> None:

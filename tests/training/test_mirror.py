@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import STATE, entry_of, open_checkpoint, problems_of, step_folders, write_manifest
+from common.checkpoint import STATE, find_problems, make_entry, open_checkpoint, step_folders, write_manifest
 from common.errors import CheckpointError
 from common.files import read_json, write_json
 from tests.helpers import flip, snapshot
@@ -88,7 +88,7 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     flags = {"checkpoint_dir": tmp_path / "drive"}
     interrupt(tmp_path / "run", after=20, **flags)
     copies = tmp_path / "drive" / "run"
-    assert steps_of(copies)[0] == 18 and problems_of(only_best(copies)) == []
+    assert steps_of(copies)[0] == 18 and find_problems(only_best(copies)) == []
     shutil.rmtree(tmp_path / "run")
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and f"restored {copies}/step_00000018-" in result.out
@@ -428,7 +428,7 @@ def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path:
     better = {"best_val_loss": state["best_val_loss"] - 1, "step": state["step"] + 1}
     write_json(run / "best" / STATE, state | better)
     write_manifest(
-        run / "best", {path.name: entry_of(path) for path in (run / "best").iterdir() if path.name != "manifest.json"}
+        run / "best", {path.name: make_entry(path) for path in (run / "best").iterdir() if path.name != "manifest.json"}
     )
 
     def replaced(paths: Iterable[Path], target: Path) -> None:
@@ -437,7 +437,7 @@ def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path:
 
     with copying(replaced):
         copies.copy_best(run / "best")
-    assert copies.bests() == [best] and problems_of(best) == []
+    assert copies.bests() == [best] and find_problems(best) == []
 
 
 def test_what_is_new_after_a_request_waits_for_the_next(copy_of: Path, tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path
     damaged.write_bytes(damaged.read_bytes()[:40])
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "This run is finished" in result.out and "Copied step_00000006" in result.out
-    assert sum(problems_of(copy) == [] for copy in step_folders(drive)) == 1
+    assert sum(find_problems(copy) == [] for copy in step_folders(drive)) == 1
     shutil.rmtree(tmp_path / "run")
     again = train(tmp_path / "run", **flags)
     assert again.code == 0 and "step 6" in again.out and len(measured(tmp_path / "run")) > 0

@@ -145,7 +145,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
         report.update_progress({"step": step, **row})
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert 100 / report_module.LOG_LINE_SECONDS <= len(lines) <= 100 / report_module.LOG_LINE_SECONDS + 2
+    assert 100 / report_module.LOG_INTERVAL_SECONDS <= len(lines) <= 100 / report_module.LOG_INTERVAL_SECONDS + 2
     assert "step 100/100" in lines[-1] and "2.346" in lines[-1] and "12.3k tok/s" in lines[-1]
     assert "1:39 left" in lines[0]
     assert "\r" not in captured.out + captured.err and "\x1b" not in captured.out + captured.err

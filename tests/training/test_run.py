@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 
 from common import script
-from common.checkpoint import open_checkpoint, problems_of, step_folders
+from common.checkpoint import find_problems, open_checkpoint, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, full_disk, snapshot, write_tokens
@@ -655,7 +655,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(
     assert "step_00000018" in result.out
     assert final_weights(copy_of) == final_weights(unbroken)
     assert measured(copy_of) == measured(unbroken)
-    assert problems_of(newest) == []
+    assert find_problems(newest) == []
 
 
 def test_with_every_checkpoint_damaged_nothing_is_trained_and_nothing_deleted(train: Callable, copy_of: Path) -> None:
@@ -827,7 +827,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     assert result.code == 4
     assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step_00000006", "step_00000012"]
-    assert all(problems_of(folder) == [] for folder in step_folders(tmp_path / "run" / "checkpoints"))
+    assert all(find_problems(folder) == [] for folder in step_folders(tmp_path / "run" / "checkpoints"))
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
