@@ -14,7 +14,7 @@ from common.errors import INTERRUPTED, ConfigError, DataError
 from common.flags import Parser, add_debug
 from common.script import writing_script
 from common.validation import check
-from tokenization.settings import DEFAULT_FOLDER, FLAGS, Settings, without_effect
+from tokenization.settings import DEFAULT_FOLDER, FLAGS, Settings, list_without_effect
 
 
 def tokenize(
@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     if "input" not in given:
         problems.append("--input is missing. Name the text to tokenize, as in --input my_text.txt")
     settings = check(Settings, given, problems, {key: f"--{key}" for key in given})
-    parser.require_none(problems + without_effect(given))
+    parser.require_none(problems + list_without_effect(given))
     assert settings is not None
     return settings
 

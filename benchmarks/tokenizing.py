@@ -19,10 +19,10 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from benchmarks.measure import ROOT, markdown_table
 from common.flags import Parser, add_debug
 from common.script import script
-from tokenization.corpus import find_sources, unpacked_blocks
+from tokenization.corpus import find_sources, read_blocks
 from tokenization.documents import read_pieces
 from tokenization.encoding import encode_in_order, read_chunks
-from tokenization.metadata import token_dtype
+from tokenization.metadata import choose_dtype
 from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_debug(parser)
     flags = parser.parse_args(argv)
     sources = find_sources(flags.input)
-    megabytes = sum(len(block) for source in sources for block in unpacked_blocks(source)) / MEGABYTE
+    megabytes = sum(len(block) for source in sources for block in read_blocks(source)) / MEGABYTE
     rows: list[list[str]] = []
 
     def timed(what: str, work: Callable[[], object]) -> None:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def encode(workers: int) -> None:
         chunks = read_chunks(lambda on_read: read_pieces(sources, on_read=on_read), 4 * MEGABYTE)
-        for _ in encode_in_order(tokenizer, chunks, "error", token_dtype(tokenizer.vocab_size), workers):
+        for _ in encode_in_order(tokenizer, chunks, "error", choose_dtype(tokenizer.vocab_size), workers):
             pass
 
     with tempfile.TemporaryDirectory() as folder:

@@ -107,7 +107,7 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
         place = f"line {problem.lineno}, column {problem.colno}"
         raise error(f"{path} is not valid JSON: {problem.msg} at {place}.") from None
     except (ValueError, RecursionError) as problem:  # thousands of digits, or of open brackets
-        raise error(f"{path} is not usable as JSON: {problem}.") from None
+        raise error(f"{path} is not usable JSON: {problem}.") from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__}, but an object {{...}} is needed.")
     return value

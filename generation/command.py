@@ -29,7 +29,7 @@ from model import TransformerLanguageModel
 from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
 from tokenization.encoding import encode_documents, sample_evenly
-from tokenization.extract import readable
+from tokenization.extract import make_readable
 from tokenization.settings import Settings
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
@@ -106,7 +106,7 @@ def print_copied(training_text: TracedText, text: str) -> None:
 
 def score(request: Request) -> None:
     """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
-    sources, skipped = readable(find_sources(request.score), Settings(input=tuple(request.score)))
+    sources, skipped = make_readable(find_sources(request.score), Settings(input=tuple(request.score)))
     for name, reason in skipped:
         print(f"Left out: {name}: {reason}.", file=sys.stderr)
     typed = {Path(name).resolve(): name for name in request.score}

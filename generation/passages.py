@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 from generation.scoring import TOKENS_AT_ONCE, Score, score_batch, score_documents
 from model import TransformerLanguageModel
-from tokenization.held_out import passage_end
+from tokenization.held_out import find_passage_end
 from tokenization.metadata import TokenMetadata, read_mask, read_tokens
 from tokenization.token_folder import find_tokens
 from tokenizer import Tokenizer, load_tokenizer
@@ -53,8 +53,8 @@ def learned_text(checkpoint: Checkpoint) -> TokenMetadata | None:
 def held_out_passages(metadata: TokenMetadata) -> list[Passage]:
     """The validation part of a token folder, passage by passage; or conversation by conversation. Raises DataError if
     the files are missing or damaged."""
-    tokenizer = load_tokenizer(metadata.beside("tokenizer_file"))
-    ids = read_tokens(metadata.beside("bin_file"), metadata, mapped=True)[metadata.train_tokens :]
+    tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
+    ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[metadata.train_tokens :]
     if metadata.chat_template is None:
         return [Passage(text) for text in passages_in(ids, tokenizer)]
     starts = np.flatnonzero((ids == tokenizer.start_id) & ~read_mask(metadata)[metadata.train_tokens :])
@@ -65,7 +65,7 @@ def passages_in(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
     """The text of ids (tokens,), cut where documents end, and into passages."""
     for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text_id) + 1):  # None equals no id
         text, start = tokenizer.decode(document[tokenizer.byte_lengths[document] > 0]), 0
-        while end := passage_end(text, start, is_whole=True):
+        while end := find_passage_end(text, start, is_whole=True):
             yield text[start:end]
             start = end
 
@@ -77,8 +77,8 @@ def spread(items: Sequence[T]) -> list[T]:
 
 def found_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> set[str]:
     """The texts of the passages that are, by a part of each, in the training part of a token folder."""
-    tokenizer = load_tokenizer(metadata.beside("tokenizer_file"))
-    ids = read_tokens(metadata.beside("bin_file"), metadata, mapped=True)[: metadata.train_tokens]
+    tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
+    ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[: metadata.train_tokens]
     parts = {passage.text: parts_of(passage.text) for passage in passages}
     decoder, read, found = tokenizer.decoder(), "", set[str]()
     for first in range(0, len(ids), BLOCK):

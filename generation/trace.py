@@ -13,7 +13,7 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, DataError
 from tokenization.corpus import find_sources
 from tokenization.documents import Piece, read_pieces
-from tokenization.extract import readable
+from tokenization.extract import make_readable
 from tokenization.settings import Settings
 
 FEWEST_WORDS = 8  # shorter spans are common phrases
@@ -115,7 +115,7 @@ def grams_of(words: np.ndarray) -> np.ndarray:
 def read_training_text(config: dict[str, Any]) -> Iterator[Piece]:
     """Read the text that `input` of a run's configuration names. Raises DataError if it is not there any more."""
     settings = Settings(input=(str(config["input"]),), text_key=str(config.get("text_key") or Settings.text_key))
-    return read_pieces(readable(find_sources(settings.input), settings).sources, text_key=settings.text_key)
+    return read_pieces(make_readable(find_sources(settings.input), settings).sources, text_key=settings.text_key)
 
 
 def describe_share(spans: Iterable[Span], texts: Iterable[str]) -> str:

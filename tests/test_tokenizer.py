@@ -87,15 +87,15 @@ def test_load_tokenizer_recognises_both_kinds(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "holds a JSON list"),
-        ("{}", "not a tokenizer that can be used here"),
+        ("{}", "is not a tokenizer"),
         ('{"type": "character"}', "char_to_idx"),
         ('{"char_to_idx": {"a": 0, "b": 2}}', "not 0 to 1"),
         ('{"char_to_idx": {"a": 0, "b": "1"}}', "not 0 to 1"),
         ('{"char_to_idx": {"a": 0, "bc": 1}}', "not a single Unicode character"),
         ('{"char_to_idx": {"a": 0}, "vocab_size": 2}', '"vocab_size" 2'),
         ('{"char_to_idx": {"a": 0}, "idx_to_char": {"0": "b"}}', "contradict"),
-        ('{"model": {"type": "BPE"}}', "cannot|can read"),
-        ('{"model": 5}', "can read"),
+        ('{"model": {"type": "BPE"}}', "cannot read"),
+        ('{"model": 5}', "cannot read"),
         ("[" * 100_000, "not valid JSON"),
         (
             '{"model": {"type": "BPE", "vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": [["a", "a"]]}}',
@@ -112,7 +112,7 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str, complain
 
 
 def test_a_tokenizer_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"no tokenizer file .*nowhere\.json"):
+    with pytest.raises(TokenizerError, match=r"No tokenizer file .*nowhere\.json"):
         load_tokenizer(tmp_path / "nowhere.json")
     with pytest.raises(TokenizerError, match="cannot be read"):
         load_tokenizer(tmp_path)

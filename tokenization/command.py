@@ -1,4 +1,4 @@
-"""What tokenize_local_bpe.py does after it has read its flags: text to a complete token folder."""
+"""Tokenize text into a complete token folder, with checked settings."""
 
 from __future__ import annotations
 
@@ -26,48 +26,50 @@ from common.errors import ConfigError, DataError
 from common.files import atomic_write, name_input, sha256_file
 from common.output import LOG_INTERVAL_SECONDS, byte_size, duration, log, progress_bar
 from tokenization.conversations import read_conversations
-from tokenization.corpus import Source, left_out
+from tokenization.corpus import Source, list_left_out
 from tokenization.dedup import Repeats
 from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
-from tokenization.extract import OF_FORMAT, find, format_of, missing_packages, readable
-from tokenization.held_out import FEWEST, MOST, choose_held_out
-from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
-from tokenization.report import Report
-from tokenization.scripts import SAMPLE_CHARACTERS, WordForm, describe_word_form, word_form
+from tokenization.extract import FORMAT_SUFFIXES, detect_format, find_files, find_missing_packages, make_readable
+from tokenization.held_out import MAX_PASSAGE, MIN_PASSAGE, choose_held_out
+from tokenization.metadata import FORMAT_VERSION, TokenMetadata, choose_dtype, find_metadata
+from tokenization.report import DataReport
+from tokenization.scripts import SAMPLE_CHARACTERS, WordForm, choose_word_form, describe_word_form
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import (
     TokenFolder,
     TokenWriter,
+    count_length,
     open_writer,
     pack,
-    require_the_same,
-    require_tokens_of,
-    text_length,
+    require_same_files,
+    require_same_tokens,
 )
 from tokenizer import CharacterTokenizer, Tokenizer, character_counts, load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import MIN_VOCABULARY, BPETokenizer
 
-LISTED = 5  # names of files
-LONGEST_LISTED = 10  # tokens
-FAR_BELOW = 0.75  # a vocabulary of less than this share of what was asked for says so
+MAX_LISTED_NAMES = 5
+NUM_LONGEST_TOKENS = 10
+SMALL_VOCABULARY_SHARE = 0.75  # a vocabulary below this share of --vocab_size is reported
 
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
-    """`tokenize` of tokenize_local_bpe.py, with checked settings."""
-    found = find(options)
-    if options.format == "text" and format_of(found, options.text_key) == "chat":
-        raise DataError(f"{found[0].path} holds conversations: add --format chat.")
-    kind = kind_of(options)
+    """Tokenize with checked settings. See `tokenize` in tokenize_local_bpe.py."""
+    found = find_files(options)
+    if options.format == "text" and detect_format(found, options.text_key) == "chat":
+        raise DataError(f"{found[0].path} holds conversations. Add --format chat.")
+    kind = choose_kind(options)
     if kind == "bpe" and options.unknown == "drop":
-        raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
+        raise ConfigError(
+            "--unknown drop applies only to character tokenizers, because BPE encodes any text. Leave it out."
+        )
     if options.format == "chat" and options.tokenizer_file:
         require_end_of_text_id(load_tokenizer(options.tokenizer_file))
 
     folder = TokenFolder.of(options.output_dir, kind, options.output_name)
-    fingerprint = fingerprint_of(found, options, kind)
-    metadata = complete_metadata(folder, found, options, kind)
+    fingerprint = compute_fingerprint(found, options, kind)
+    metadata = find_complete(folder, found, options, kind)
     if metadata:
         if not quiet:
             print(f"{folder.folder} is already complete for this text and these settings.")
@@ -75,43 +77,46 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         if options.compress and not folder.packed.exists():
             pack(folder.bin, folder.packed)
     else:
-        sources, skipped = readable(found, options)
+        sources, skipped = make_readable(found, options)
         if not may_replace:
-            require_tokens_of(folder.folder, options.input, sources, kind)
+            require_same_files(folder.folder, options.input, sources, kind)
         total_bytes = sum(source.text_bytes for source in sources)
         if folder.metadata.exists():
-            log.info(f"{replaced(folder.metadata)} A run on them needs them again to go on: --output_dir keeps both.")
+            log.info(
+                f"{describe_replaced(folder.metadata)} A run needs its tokens to continue: to keep both, use another "
+                "--output_dir."
+            )
         with folder.locked():
-            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, FEWEST, MOST]))
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, MIN_PASSAGE, MAX_PASSAGE]))
             try:
                 if not folder.awaits_publishing:
-                    read, repeats = readers(sources, options)
+                    read, repeats = build_reader(sources, options)
                     held_out, note = choose_held_out(read, 1 - options.train_split, total_bytes)
                     if note:
                         log.info(note)
                     taken = {source.path for source in found}
-                    skipped += left_out(options.input, OF_FORMAT[options.format], taken)
-                    report = Report(sources, skipped, repeats, held_out)
+                    skipped += list_left_out(options.input, FORMAT_SUFFIXES[options.format], taken)
+                    report = DataReport(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and not options.tokenizer_file:
                         report.words = describe_word_form(tokenizer)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text_id is None:
-                        log.info("Nothing separates the documents: no token of the tokenizer is known to end a text.")
-                    read = report.counting(read)
+                        log.info("Documents are not separated, because the tokenizer has no known end-of-text token.")
+                    read = report.count_texts(read)
                     if held_out:
-                        read = held_out.last(read)
+                        read = held_out.move_to_end(read)
                     written = encode_sources(folder, tokenizer, read, options, total_bytes)
                     described = describe_tokens(folder, written, tokenizer, report, options, fingerprint)
-                    log.info(report.held_out_share(1 - described.train_tokens / described.total_tokens))
-                    if found_in_it := report.brief():
+                    log.info(report.describe_held_out(1 - described.train_tokens / described.total_tokens))
+                    if found_in_it := report.render_brief():
                         log.info(found_in_it)
                     if not may_replace:
-                        require_the_same(folder, options.input, described)
-                    folder.prepare_publishing(described, report.markdown(), options.compress)
+                        require_same_tokens(folder, options.input, described)
+                    folder.prepare_publishing(described, report.render_markdown(), options.compress)
             except (DataError, TokenizerError):
-                folder.discard_work()  # another run can succeed only after the text has changed
+                folder.discard_work()  # the next attempt will have different text
                 raise
             metadata = folder.publish()
     if not quiet:
@@ -119,8 +124,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     return folder.metadata
 
 
-def kind_of(options: Settings) -> str:
-    """bpe or character. Raises ConfigError if the flags contradict each other."""
+def choose_kind(options: Settings) -> str:
+    """Return "bpe" or "character". Raises ConfigError if the flags contradict each other."""
     if not options.tokenizer_file:
         return "character" if options.tokenizer == "char" else "bpe"
     kind = load_tokenizer(options.tokenizer_file).kind
@@ -129,22 +134,22 @@ def kind_of(options: Settings) -> str:
     return kind
 
 
-def folder_of(options: Settings) -> str:
-    """The token folder for the trainer's `--input`: one for each state of the text, and for each vocabulary."""
-    name = name_input(options.input[0])
-    return str(Path(DEFAULT_FOLDER) / f"{name}-{fingerprint_of(find(options), options, kind_of(options))[:8]}")
+def choose_folder(options: Settings) -> str:
+    """Return the token folder for the trainer's `--input`, one per state of the text and vocabulary."""
+    name, kind = name_input(options.input[0]), choose_kind(options)
+    return str(Path(DEFAULT_FOLDER) / f"{name}-{compute_fingerprint(find_files(options), options, kind)[:8]}")
 
 
-def replaced(path: Path) -> str:
+def describe_replaced(path: Path) -> str:
     try:
-        names = ", ".join(map(escaped, TokenMetadata.read(path).source_names[:LISTED])) or "another text"
+        names = ", ".join(map(escaped, TokenMetadata.read(path).source_names[:MAX_LISTED_NAMES])) or "another text"
     except DataError:
         names = "another text"
-    return f"{path.parent} holds the tokens of {names}, which will be replaced."
+    return f"{path.parent} holds the tokens of {names}, which are replaced."
 
 
-def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:
-    """Identifies everything that the tokens depend on: the files as they are now, and the settings that matter."""
+def compute_fingerprint(sources: Sequence[Source], options: Settings, kind: str) -> str:
+    """Return a hash of everything the tokens depend on: the files as they are now, and the settings."""
     settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
     if options.format == "chat":
         settings += ["chat", ChatTemplate().to_dict()]
@@ -152,19 +157,17 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
         settings += [sha256_file(options.tokenizer_file), options.unknown]
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
-    settings += [given for given in (options.encoding, options.dedup, *missing_packages(sources)) if given]
-    settings += sorted({source.most_bytes for source in sources} - {math.inf})
+    settings += [given for given in (options.encoding, options.dedup, *find_missing_packages(sources)) if given]
+    settings += sorted({source.max_bytes for source in sources} - {math.inf})
     return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
 
 
-def complete_metadata(
-    folder: TokenFolder, sources: Sequence[Source], options: Settings, kind: str
-) -> TokenMetadata | None:
-    """The metadata if the folder is complete for this text and these settings, else None. It is also complete if its
-    vocabulary was learned from the text and is the same as that of `tokenizer_file`."""
-    metadata = folder.complete_metadata(fingerprint_of(sources, options, kind))
+def find_complete(folder: TokenFolder, sources: Sequence[Source], options: Settings, kind: str) -> TokenMetadata | None:
+    """Return the metadata if the folder is complete for this text and these settings, else None. A vocabulary learned
+    from the text counts if it equals `tokenizer_file`."""
+    metadata = folder.complete_metadata(compute_fingerprint(sources, options, kind))
     if metadata is None and options.tokenizer_file:
-        learned = folder.complete_metadata(fingerprint_of(sources, replace(options, tokenizer_file=None), kind))
+        learned = folder.complete_metadata(compute_fingerprint(sources, replace(options, tokenizer_file=None), kind))
         if learned and learned.tokenizer_sha256 == sha256_file(options.tokenizer_file):
             return learned
     return metadata
@@ -181,7 +184,7 @@ def prepare_tokenizer(
     kind: str,
     total_bytes: int,
 ) -> Tokenizer:
-    """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
+    """Return the tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     path = folder.in_work(folder.tokenizer)
     if not path.exists():
         if options.tokenizer_file:
@@ -194,59 +197,59 @@ def prepare_tokenizer(
 
 
 def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int) -> Tokenizer:
-    with BytesRead("Learning the vocabulary", total_bytes) as progress:
+    with ByteProgress("Learning the vocabulary", total_bytes) as progress:
         pieces = read(progress.add)
         if kind == "character":
             return CharacterTokenizer.train(
                 piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
             )
-        form = form_of(read, total_bytes)
+        form = sample_word_form(read, total_bytes)
         sample = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
-        texts = progress.to_the_end_of(sample)
-        trained: BPETokenizer = in_background(
+        texts = progress.until_end(sample)
+        trained: BPETokenizer = run_in_background(
             lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency, *form),
             lambda: progress.wait("counting and merging pairs"),
         )
     if trained.vocab_size == MIN_VOCABULARY < options.vocab_size:
         log.info(
             f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {options.min_frequency} "
-            f"times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
+            "times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
         )
-    elif trained.vocab_size < FAR_BELOW * options.vocab_size:
+    elif trained.vocab_size < SMALL_VOCABULARY_SHARE * options.vocab_size:
         log.info(
-            f"The vocabulary has {trained.vocab_size:,} tokens, not {options.vocab_size:,}: no other pair of tokens "
-            f"occurs {options.min_frequency} times in this text. More text gives more tokens."
+            f"The vocabulary has {trained.vocab_size:,} tokens, not {options.vocab_size:,}, because no other pair "
+            f"occurs {options.min_frequency} times in the text. More text gives more tokens."
         )
     return trained
 
 
-def form_of(read: Reader, total_bytes: int) -> WordForm:
-    """Return how the text needs its words cut, by a sample spread over all of it."""
+def sample_word_form(read: Reader, total_bytes: int) -> WordForm:
+    """Choose how to split the text into words, by a sample spread over all of it."""
     pieces = read(lambda count: None)
-    return word_form(sample_evenly((piece.text for piece in pieces), SAMPLE_CHARACTERS / total_bytes))
+    return choose_word_form(sample_evenly((piece.text for piece in pieces), SAMPLE_CHARACTERS / total_bytes))
 
 
-def readers(sources: Sequence[Source], options: Settings) -> tuple[Reader, Repeats | None]:
-    """A function that reads all of the text, and what it leaves out because it is repeated, if that is asked."""
+def build_reader(sources: Sequence[Source], options: Settings) -> tuple[Reader, Repeats | None]:
+    """Return a reader of the text, and the repeated text it leaves out with --dedup."""
     if options.format == "text":
 
         def read(on_read: Callable[[int], None]) -> Iterator[Piece]:
             return read_pieces(sources, options.document_separator, options.text_key, on_read)
 
         repeats = Repeats(read) if options.dedup else None
-        return (repeats.without if repeats else read), repeats
+        return (repeats.remove if repeats else read), repeats
     return functools.partial(read_conversations, sources, ChatTemplate()), None
 
 
-def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
-    """Call `function` in another thread, and `while_waiting` about once a second. To learn merges is one long native
-    call; in the main thread, Ctrl-C could not interrupt it."""
+def run_in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
+    """Call `function` in another thread, and `while_waiting` about once a second. Learning merges is one long native
+    call, which Ctrl-C could not interrupt in the main thread."""
     result: Future[Any] = Future()
 
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # raised again below, in the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             result.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
@@ -265,12 +268,15 @@ def encode_sources(
     options: Settings,
     total_bytes: int,
 ) -> TokenWriter:
-    """Encode, in order, all text that is not yet in the work folder. Returns the writer, which knows the counts and the
-    hash of all tokens."""
-    dtype = token_dtype(tokenizer.vocab_size)
+    """Encode all text that is not yet in the work folder, in order. Return the writer with counts and hash of all
+    tokens."""
+    dtype = choose_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
     chunks = read_chunks(read, options.chunk_size_mb * 1e6)
-    with open_writer(folder, dtype, tokenizer.byte_lengths) as writer, BytesRead("Encoding", total_bytes) as progress:
+    with (
+        open_writer(folder, dtype, tokenizer.byte_lengths) as writer,
+        ByteProgress("Encoding", total_bytes) as progress,
+    ):
         for chunk in islice(chunks, writer.chunks):
             progress.start_at(chunk.bytes_read)
         for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
@@ -283,11 +289,12 @@ def describe_tokens(
     folder: TokenFolder,
     written: TokenWriter,
     tokenizer: Tokenizer,
-    report: Report,
+    report: DataReport,
     options: Settings,
     fingerprint: str,
 ) -> TokenMetadata:
-    """The metadata of the tokens in the work folder. Of the token file, which may be large, only the end is read."""
+    """Return the metadata of the tokens in the work folder. Reads only the end of the token file, which may be
+    large."""
     total = written.tokens
     ends = np.memmap(folder.document_ends, "<i8", "r") if written.documents else np.zeros(0, np.int64)
     held_out = report.held_out.documents if report.held_out else 0
@@ -295,7 +302,7 @@ def describe_tokens(
         report.held_out = None
     mask: dict[str, Any] = {}
     if options.format == "chat" and len(ends) < 2:
-        raise DataError(f"Conversations found: {len(ends)}. At least two are needed: for training and validation.")
+        raise DataError(f"Found {len(ends)} conversations, but training and validation need one each.")
     if 0 < held_out < len(ends):
         split = int(ends[len(ends) - held_out - 1])
     elif options.format == "chat":
@@ -322,7 +329,7 @@ def describe_tokens(
         tokens_sha256=written.sha256.hexdigest(),
         tokenizer_sha256=sha256_file(folder.in_work(folder.tokenizer)),
         val_bytes=written.text_bytes - train_bytes,
-        val_characters=text_length(tokens[split:], character_counts(tokenizer)[:, 0]),
+        val_characters=count_length(tokens[split:], character_counts(tokenizer)[:, 0]),
         train_bytes=train_bytes,
         train_split=options.train_split,
         documents=report.documents,
@@ -346,7 +353,7 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
     if tokenizer.kind == "bpe":
         lengths = tokenizer.byte_lengths
         texts = (tokenizer.decode([i]) for i in np.argsort(-lengths, kind="stable"))
-        whole = itertools.islice((text for text in texts if "\ufffd" not in text), LONGEST_LISTED)
+        whole = itertools.islice((text for text in texts if "\ufffd" not in text), NUM_LONGEST_TOKENS)
         print("Longest tokens:", ", ".join(f'"{escaped(text)}"' for text in whole))
     sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
     beginning = tokenizer.decode(sample).rstrip("\ufffd")  # the last token may hold a part of a character
@@ -366,7 +373,7 @@ def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_fil
     """The command that trains on these files, from the checkpoint of `tokenizer_file` if it is one's. It names each
     file if the folder has other tokens too."""
     data = f" --data_dir {shlex.quote(str(folder.folder))}"
-    if len(metadata_files(folder.folder)) > 1:
+    if len(find_metadata(folder.folder)) > 1:
         named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
         data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
     source = Path(tokenizer_file or "").parent
@@ -379,8 +386,8 @@ def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_fil
     return f"python train_colab_mmap.py{data} --minutes 60"
 
 
-class BytesRead:
-    """Progress through a known number of bytes."""
+class ByteProgress:
+    """Progress in a known number of bytes: a bar, or a line now and then."""
 
     def __init__(self, what: str, total: int):
         self.what = what
@@ -390,14 +397,14 @@ class BytesRead:
         self.bar = progress_bar(desc=what, total=total, unit="B", unit_scale=True, mininterval=0.5)
         self.began = self.last_line = time.monotonic()
 
-    def __enter__(self) -> BytesRead:
+    def __enter__(self) -> ByteProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.close()
 
     def start_at(self, done: int) -> None:
-        """`done` bytes come from an earlier session and do not count for the speed."""
+        """Count `done` bytes of an earlier session, which do not count towards the speed."""
         self.bar.update(done - self.done)
         self.bar.unpause()
         self.done = self.done_before = done
@@ -409,27 +416,27 @@ class BytesRead:
     def reach(self, done: int) -> None:
         self.bar.update(done - self.done)
         self.done = done
-        if seconds := self.seconds_to_tell():
+        if seconds := self.seconds_if_due():
             speed = (done - self.done_before) / seconds
             left = f", {duration((self.total - done) / speed)} left" if speed else ""
             share = f"{done / self.total:.0%} of {byte_size(self.total)}"
             print(f"{self.what}: {share}, {byte_size(speed)}/s{left}", flush=True)
 
-    def to_the_end_of(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts. After the last one, `wait` reports that all is read."""
+    def until_end(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the texts. After the last one, `wait` reports that all are read."""
         yield from texts
         self.is_all_read = True
 
     def wait(self, what: str) -> None:
-        """If all is read, report that `what` is running and for how long. Call it about once a second."""
+        """Report that `what` is running and for how long, once all texts are read. Call it about once a second."""
         if self.is_all_read:
-            self.bar.bar_format = "{desc}: all read, " + what + " [{elapsed}]"
+            self.bar.bar_format = "{desc}: text read, " + what + " [{elapsed}]"
         self.bar.refresh()
-        if self.is_all_read and (seconds := self.seconds_to_tell()):
-            print(f"{self.what}: all read, {what}, {duration(seconds)} so far", flush=True)
+        if self.is_all_read and (seconds := self.seconds_if_due()):
+            print(f"{self.what}: text read, {what}, {duration(seconds)} so far", flush=True)
 
-    def seconds_to_tell(self) -> float:
-        """Seconds since the start if a new line is due, else 0."""
+    def seconds_if_due(self) -> float:
+        """Return the seconds since the start if a line is due, else 0."""
         now = time.monotonic()
         if not self.bar.disable or now - self.last_line < LOG_INTERVAL_SECONDS:
             return 0.0

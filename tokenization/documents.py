@@ -1,4 +1,4 @@
-"""The documents of the input: text between separator lines, and records of JSON files."""
+"""Read the documents of the input: text between separator lines, and records of JSON files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Any, NamedTuple
 
 from common.errors import DataError
 from common.output import byte_size
-from tokenization.corpus import Source, Unreadable, decoded_blocks, require_unchanged, text_blocks, unpacked_blocks
+from tokenization.corpus import Source, UnreadableError, decode_blocks, read_blocks, read_text_blocks, require_unchanged
 from tokenization.settings import DOCUMENT_SEPARATOR, Settings
 from tokenizer_base import joining_character_class, replace_surrogates
 
-# Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
-# characters may differ. If longer text waited for such a place, it would be searched again and again.
+# Longer text is cut into pieces. Without a good place to cut (no whitespace, or only whitespace), it is cut here
+# anyway, which may change a token. Waiting for a good place would mean searching the same text again and again.
 PIECE_CHARACTERS = 1 << 18
-LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
-# The cut is before the last character of a match. There every pre-tokenizer of `tokenizer_bpe.SPLITTINGS` starts a new
-# word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice
-# as long.)
-CUT = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
+MAX_JSON_LINE_BYTES = 50_000_000  # some fifty books
+# The cut is before the last character of a match, where every pre-tokenizer of `tokenizer_bpe.SPLITTINGS` starts a new
+# word. Llama 3's and Qwen's join line breaks with the punctuation before them. (A lookbehind takes twice as long.)
+CUT_PATTERN = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
 JOINERS = "\u200c\u200d"
-MOST_MARKS = 32  # on one letter; a longer row of marks is no writing
+MAX_MARKS = 32  # combining marks on a letter; more are not writing
 
 
 class Piece(NamedTuple):
@@ -34,9 +33,9 @@ class Piece(NamedTuple):
     text: str
     begins_document: bool
     ends_document: bool
-    line_break: str  # "\n" or ""; part of no document, but a character vocabulary keeps it between documents
+    line_break: str  # "\n" or "": not part of the document, but kept by character vocabularies
     source: Source
-    line: int  # of the piece's first character in the file, from 1
+    line: int  # line of its first character in the file, from 1
 
 
 def read_pieces(
@@ -45,23 +44,22 @@ def read_pieces(
     text_key: str = "text",
     on_read: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Piece]:
-    """Stream the documents of all sources. Long documents come in pieces, cut where it does not change the tokens.
+    """Yield the documents of all sources. Long documents come in pieces, cut where it does not change the tokens.
 
-    A document is the text between two lines that are exactly `separator` ("" is a blank line); the line break before
-    the separator belongs to the separator. In JSONL a document is the value of `text_key` in a line. Every line break
-    becomes "\n". Empty documents and a byte order mark are left out. `on_read` is called with the number of unpacked
-    bytes of each block that is read.
+    A document is the text between two lines that equal `separator` ("" is a blank line); the line break before the
+    separator belongs to the separator. In JSONL a document is the value of `text_key` in a line. Every line break
+    becomes "\n". Empty documents, byte order marks and records without text are left out. Calls `on_read` with the
+    number of unpacked bytes of each block.
 
-    Records without a text are left out. Raises DataError that names the file and the place: not UTF-8, a damaged
-    `.gz`, or a file that has changed since it was found.
+    Raises DataError with file and place for invalid UTF-8, a damaged `.gz`, or a file that has changed.
     """
     for source in sources:
         if source.is_jsonl:
-            yield from jsonl_pieces(source, text_key, on_read)
+            yield from read_jsonl_pieces(source, text_key, on_read)
         else:
             line, begins_document = 1, True
             for text, ends_document, line_break, lines_before in split_documents(
-                decoded_blocks(source, on_read), separator
+                decode_blocks(source, on_read), separator
             ):
                 line += lines_before
                 yield Piece(text, begins_document, ends_document, line_break, source, line)
@@ -71,18 +69,17 @@ def read_pieces(
 
 
 def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, str, int]]:
-    """Split a stream of text at its separator lines, and long documents into pieces.
+    """Split a stream of text at separator lines, and long documents into pieces.
 
-    Yields (text, whether it ends its document, the line break before the separator that follows, number of line breaks
-    skipped just before the text).
+    Yields (text, ends_document, line break before the next separator, line breaks skipped before the text).
     """
-    # A newline is added at the start of the stream, so that the first line is like every other: a separator stands
-    # between two newlines. The second one is also the newline before the next document (`fresh`).
+    # A newline is added at the start of the stream, so that every separator is between two newlines. The second one is
+    # also the newline before the next document (`fresh`).
     separator_line = re.compile(r"\n" + re.escape(separator) + r"(?=\n)")
     last_line = re.compile(r"\n" + re.escape(separator) + r"\Z")
     rest, fresh, skipped = "\n", True, 0
     for block in blocks:
-        unseen = max(len(rest) - len(separator) - 1, 0)  # a separator that ends in this block begins here or later
+        unseen = max(len(rest) - len(separator) - 1, 0)  # a new separator begins here or later
         rest += block
         start = 0
         for separated in separator_line.finditer(rest, unseen):
@@ -94,9 +91,9 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
             start, fresh = separated.end(), True
         rest = rest[start:]
         if len(rest) > PIECE_CHARACTERS:
-            newline = rest.rfind("\n")  # after it may be the beginning of a separator
+            newline = rest.rfind("\n")  # a separator may begin after it
             end = newline if len(rest) - newline <= len(separator) + 1 else len(rest) - 1
-            cut = cut_point(rest, end) or between_letters(rest, min(end, PIECE_CHARACTERS))
+            cut = find_cut(rest, end) or find_letter_boundary(rest, min(end, PIECE_CHARACTERS))
             if cut > fresh:
                 yield rest[fresh:cut], False, "", skipped
                 rest, fresh, skipped = rest[cut:], False, 0
@@ -106,21 +103,21 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
         yield text, True, "\n" if match else "", skipped
 
 
-def cut_point(text: str, limit: int) -> int:
-    """The last place up to `limit` where a cut changes no token: the index of the character after it; 0 if none.
+def find_cut(text: str, limit: int) -> int:
+    """Return the last index up to `limit` before which a cut changes no token; 0 if there is none.
 
     `limit` < len(text), so neither part is empty.
     """
     for window in (4096, limit):
-        if cuts := deque(CUT.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
+        if cuts := deque(CUT_PATTERN.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
             return cuts[0].end() - 1
     return 0
 
 
-def between_letters(text: str, at: int) -> int:
-    """Return the last place up to `at` that parts no letter from its marks."""
+def find_letter_boundary(text: str, at: int) -> int:
+    """Return the last index up to `at` that does not separate a letter from its marks."""
     joining = re.compile(f"[{joining_character_class()}]")
-    for place in range(at, max(0, at - MOST_MARKS), -1):
+    for place in range(at, max(0, at - MAX_MARKS), -1):
         if not joining.match(text, place) and text[place - 1] not in JOINERS:
             return place
     return at
@@ -128,7 +125,7 @@ def between_letters(text: str, at: int) -> int:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be used."""
+    """An unusable record."""
 
     place: str  # line 12, record 3, message 7
     reason: str
@@ -139,7 +136,7 @@ OnBad = Callable[[BadRecord], None]
 
 @dataclass
 class Tally:
-    """How many records of a file can be used, and how many cannot."""
+    """Counts the usable and unusable records of a file."""
 
     good: int = 0
     bad: int = 0
@@ -150,64 +147,64 @@ class Tally:
         self.first = self.first or record
 
     def describe(self) -> str:
-        """Return what was left out, and why; "" if nothing was."""
+        """Describe what was left out, and why; "" if nothing was."""
         if self.first is None:
             return ""
         return f"{self.bad:,} of its {self.good + self.bad:,} records; {self.first.place}: {self.first.reason}"
 
     def require_most(self) -> None:
-        """Raise Unreadable if more than half of the records cannot be used."""
+        """Raise UnreadableError if more than half of the records are unusable."""
         if self.bad > self.good:
-            raise Unreadable(f"most of it cannot be used: {self.describe()}")
+            raise UnreadableError(f"most of its records are unusable: {self.describe()}")
 
 
 class Record(NamedTuple):
-    number: int  # in an array, or the line; from 1
+    number: int  # index in an array, or line number; from 1
     place: str
     value: Any
 
 
-def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
-    for number, _, record in records(source, lambda bad: None, on_read):
+def read_jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
+    for number, _, record in read_records(source, lambda bad: None, on_read):
         try:
-            text = text_of_record(record, text_key)
-        except ValueError:  # it is in the report
+            text = read_text(record, text_key)
+        except ValueError:  # listed in the report
             continue
         start = 0
         while len(text) - start > PIECE_CHARACTERS:
             piece = text[start : start + PIECE_CHARACTERS + 1]
-            end = start + (cut_point(piece, PIECE_CHARACTERS) or between_letters(piece, PIECE_CHARACTERS))
+            end = start + (find_cut(piece, PIECE_CHARACTERS) or find_letter_boundary(piece, PIECE_CHARACTERS))
             yield Piece(text[start:end], start == 0, False, "", source, number)
             start = end
         if text:
             yield Piece(text[start:], start == 0, True, "\n", source, number)
 
 
-def normalized(text: str) -> str:
-    """Return valid Unicode, in which every line break is "\n"."""
+def normalize_text(text: str) -> str:
+    """Return valid Unicode with "\\n" for every line break, without byte order marks."""
     return replace_surrogates(text).replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
 
 
-def records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) -> Iterator[Record]:
-    """Stream the records of a JSON file: one a line, or an array, or a single object over many lines, whatever its name
-    says. All but lines are read whole."""
-    beginning = next(unpacked_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+def read_records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) -> Iterator[Record]:
+    """Yield the records of a JSON file, whatever its suffix: one per line, an array, or a single object over many
+    lines. Arrays and objects are read whole."""
+    beginning = next(read_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()
     if beginning[:1] == b"[" or is_spread(beginning):
-        yield from records_of_text("".join(decoded_blocks(source, on_read)), on_bad)
+        yield from parse_records("".join(decode_blocks(source, on_read)), on_bad)
         return
-    for number, line in json_lines(source, on_read):
+    for number, line in read_json_lines(source, on_read):
         try:
             yield Record(number, f"line {number}", json.loads(line.decode()))
         except (ValueError, RecursionError) as problem:
-            on_bad(BadRecord(f"line {number}", why_no_json(problem)))
+            on_bad(BadRecord(f"line {number}", describe_json_error(problem)))
 
 
 def is_spread(beginning: bytes) -> bool:
-    """Return whether a file begins with an object that goes over several lines."""
-    return all(is_cut(line) for line in beginning.split(b"\n")[:2]) and b"\n" in beginning
+    """Return whether a file begins with an object that spans several lines."""
+    return all(is_incomplete(line) for line in beginning.split(b"\n")[:2]) and b"\n" in beginning
 
 
-def is_cut(line: bytes) -> bool:
+def is_incomplete(line: bytes) -> bool:
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -215,16 +212,17 @@ def is_cut(line: bytes) -> bool:
     return False
 
 
-def why_no_json(problem: Exception) -> str:
+def describe_json_error(problem: Exception) -> str:
     if isinstance(problem, UnicodeDecodeError):
         return f"not UTF-8 ({problem.reason} at byte {problem.start})"
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON ({problem.msg}, line {problem.lineno}, column {problem.colno})"
-    return f"not usable JSON ({problem})"  # a number of thousands of digits, or thousands of open brackets
+    return f"not usable JSON ({problem})"  # thousands of digits, or of open brackets
 
 
-def records_of_text(text: str, on_bad: OnBad) -> Iterator[Record]:
-    """The values of an array, or values that follow each other. After one that is not JSON, no other can be found."""
+def parse_records(text: str, on_bad: OnBad) -> Iterator[Record]:
+    """Yield the values of an array, or consecutive values. Stops at invalid JSON, because no later value can be
+    found."""
     decoder, at = json.JSONDecoder(), skip_space(text, 0)
     is_array = text[at : at + 1] == "["
     at, number = skip_space(text, at + is_array), 0
@@ -237,12 +235,11 @@ def records_of_text(text: str, on_bad: OnBad) -> Iterator[Record]:
             if is_array and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("a comma or the end of the array is missing", text, at)
         except (ValueError, RecursionError) as problem:
-            on_bad(BadRecord(f"record {number}", f"{why_no_json(problem)}; what follows was not read"))
+            on_bad(BadRecord(f"record {number}", f"{describe_json_error(problem)}; what follows was not read"))
             return
         at = skip_space(text, at + (is_array and text[at] == ","))
     if is_array and skip_space(text, at + 1) != len(text):
-        is_cut = at >= len(text)
-        on_bad(BadRecord("the end", f"{'the array does not end' if is_cut else 'there is more after the array'}"))
+        on_bad(BadRecord("the end", f"{'the array has no end' if at >= len(text) else 'text follows the array'}"))
 
 
 def skip_space(text: str, at: int) -> int:
@@ -251,19 +248,19 @@ def skip_space(text: str, at: int) -> int:
     return at
 
 
-def json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of each line that is not blank, without a byte order mark."""
-    for number, line in enumerate(raw_lines(source, on_read), start=1):
+def read_json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line) of each line that is not blank, without a byte order mark."""
+    for number, line in enumerate(read_raw_lines(source, on_read), start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if content.strip():
             yield number, content
 
 
-def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
-    """Lines with their ends. Raises DataError for one that is longer than LONGEST_JSON_LINE."""
+def read_raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield lines with their ends. Raises DataError for a line longer than MAX_JSON_LINE_BYTES."""
     rest: list[bytes] = []
-    number, length = 1, 0  # of the unfinished line
-    for block in text_blocks(source):
+    number, length = 1, 0  # the unfinished line's
+    for block in read_text_blocks(source):
         on_read(len(block))
         *lines, last = block.split(b"\n")
         for line in lines:
@@ -272,28 +269,29 @@ def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]
         rest.append(last)
         number += len(lines)
         length = len(last) + (0 if lines else length)
-        if length > LONGEST_JSON_LINE:
+        if length > MAX_JSON_LINE_BYTES:
             raise DataError(
-                f"{source.place}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a whole line of "
-                f"JSON has to fit in memory. Write it as several lines."
+                f"{source.place}, line {number} is longer than {byte_size(MAX_JSON_LINE_BYTES)}, but a line of JSON "
+                "has to fit in memory. Split it into several lines."
             )
     if last_line := b"".join(rest):
         yield last_line
 
 
-def text_of_record(record: Any, text_key: str) -> str:
-    """Return the text of a record. Raises ValueError that says why there is none."""
+def read_text(record: Any, text_key: str) -> str:
+    """Return the text of a record. Raises ValueError with the reason if there is none."""
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}; an object {{...}} was expected")
-    key = key_of(record, text_key)
+        raise ValueError(f"a JSON {type(record).__name__}, but an object {{...}} is needed")
+    key = find_text_key(record, text_key)
     if key is None:
         keys = ", ".join(f"{key!r:.50}" for key in list(record)[:10]) or "none"
-        raise ValueError(f'it has no key "{text_key}", but {keys}: --text_key names the one with the text')
+        raise ValueError(f'it has no key "{text_key}", but {keys}; name the one with the text with --text_key')
     if not isinstance(record[key], str):
         raise ValueError(f'its "{key}" is a JSON {type(record[key]).__name__}, not a text')
-    return normalized(record[key])
+    return normalize_text(record[key])
 
 
-def key_of(record: Container[str], text_key: str) -> str | None:
-    """Return the key of its text: `text_key`, or the usual one, for files in a folder differ."""
+def find_text_key(record: Container[str], text_key: str) -> str | None:
+    """Return the key of the text: `text_key` or, because the files of a folder may differ, "text"; None if it has
+    neither."""
     return next((key for key in (text_key, Settings.text_key) if key in record), None)

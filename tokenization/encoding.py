@@ -1,4 +1,4 @@
-"""Pieces of text to arrays of token ids, in threads; the sample for the vocabulary; the split for validation."""
+"""Encode pieces of text in threads; sample text for the vocabulary; choose the end of the training tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tokenization.documents import Piece
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_base import UnknownCharacterError
 
-SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document
+SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to the end of a document
 
 
 def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Some of the texts, evenly spread, that make up `share` of the total length; all if `share` is 1 or more. If every
-    text is longer than that, a part of the last one."""
+    """Yield evenly spread texts that make up `share` of the total length; all if `share` is 1 or more. If every text is
+    longer than that, yield a part of the last one."""
     credit, text, is_empty = 0.0, "", True
     for text in texts:
         credit += len(text) * min(share, 1)
@@ -35,28 +35,28 @@ def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
         yield text[: math.ceil(credit)]
 
 
-Text = Piece | Conversation
-Reader = Callable[[Callable[[int], None]], Iterator[Text]]  # its argument is called with the number of bytes read
+SourceText = Piece | Conversation
+Reader = Callable[[Callable[[int], None]], Iterator[SourceText]]  # calls its argument with the number of bytes read
 
 
-def begins_document(text: Text) -> bool:
+def begins_document(text: SourceText) -> bool:
     return isinstance(text, Conversation) or text.begins_document
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The text that one thread encodes at a time."""
+    """Text that one thread encodes at a time."""
 
-    pieces: list[Text]
-    bytes_read: int  # of all input, up to the end of this chunk
+    pieces: list[SourceText]
+    bytes_read: int  # position of its end in all input
 
 
 class Encoded(NamedTuple):
-    """A chunk's tokens."""
+    """The tokens of a chunk."""
 
     tokens: np.ndarray  # (tokens,)
     document_ends: np.ndarray  # (documents,) int64
-    in_answer: np.ndarray | None = None  # (tokens,) bool, of conversations
+    in_answer: np.ndarray | None = None  # (tokens,) bool, for conversations
 
 
 def read_chunks(read: Reader, characters_per_chunk: float) -> Iterator[Chunk]:
@@ -67,7 +67,7 @@ def read_chunks(read: Reader, characters_per_chunk: float) -> Iterator[Chunk]:
         nonlocal bytes_read
         bytes_read += count
 
-    pieces: list[Text] = []
+    pieces: list[SourceText] = []
     characters = 0
     for piece in read(on_read):
         pieces.append(piece)
@@ -82,9 +82,9 @@ def read_chunks(read: Reader, characters_per_chunk: float) -> Iterator[Chunk]:
 def encode_in_order(
     tokenizer: Tokenizer, chunks: Iterable[Chunk], unknown: str, dtype: np.dtype, workers: int
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encode all chunks, in order; `workers` + 1 of them are in memory at a time.
+    """Yield the chunks with their tokens, in order; `workers` + 1 of them are in memory at a time.
 
-    Threads are enough: tiktoken, `tokenizers` and NumPy release the interpreter lock while they work.
+    Threads are enough, because tiktoken, `tokenizers` and NumPy release the interpreter lock.
     """
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     pool = ThreadPoolExecutor(workers)
@@ -100,10 +100,10 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dtype: np.dtype) -> Encoded:
-    """A BPE document ends with the end-of-text token, and begins with the tokenizer's own beginning if that is another
-    token. A character vocabulary has none and keeps the line break before the separator. A conversation is encoded with
-    `encode_parts`."""
+def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[SourceText], unknown: str, dtype: np.dtype) -> Encoded:
+    """Encode the pieces of a chunk. A BPE document ends with the end-of-text token, and begins with the tokenizer's
+    `bos_id` if that is another token. A character vocabulary has neither, and keeps the line break before the
+    separator. Conversations are encoded by `encode_parts`."""
     begin = [] if tokenizer.bos_id in (None, tokenizer.end_of_text_id) else [np.array([tokenizer.bos_id], np.int32)]
     end = [] if tokenizer.end_of_text_id is None else [np.array([tokenizer.end_of_text_id], np.int32)]
     arrays, ends, count, answers = [], [], 0, []
@@ -127,8 +127,8 @@ def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dty
 
 
 def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[Iterator[np.ndarray]]:
-    """The ids of each document's text, a piece at a time, without an end-of-text token and without the line break after
-    it. Read each document to its end before the next one. Raises UnknownCharacterError."""
+    """Yield the ids of each document, a piece at a time, without end-of-text token and final line break. Read each
+    document to its end before the next. Raises UnknownCharacterError."""
     pieces = iter(pieces)
 
     def document(piece: Piece) -> Iterator[np.ndarray]:
@@ -141,26 +141,26 @@ def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[
 
 
 def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray:
-    """Raises UnknownCharacterError that names the place in the file."""
+    """Encode a piece. Raises UnknownCharacterError with the place in the file."""
     if not isinstance(tokenizer, CharacterTokenizer):
         return tokenizer.encode(piece.text)
     try:
         return tokenizer.encode(piece.text + piece.line_break, unknown)
     except UnknownCharacterError as error:
-        # The column is unknown in a line of JSONL, because of its escapes, and where a piece begins inside a line.
+        # The column is unknown in JSONL, because of escapes, and in a piece that begins inside a line.
         line = piece.line if piece.source.is_jsonl else piece.line + error.line - 1
         column = 0 if piece.source.is_jsonl or error.line == 1 else error.column
         raise UnknownCharacterError(error.characters, line, column, piece.source.place) from None
 
 
 def split_index(total: int, document_ends: np.ndarray, train_split: float, tolerance: float = SPLIT_TOLERANCE) -> int:
-    """Where the training tokens end: at the document end nearest to `train_split`, or exactly at `train_split` if no
+    """Return the number of training tokens: the document end nearest to `train_split`, or exactly `train_split` if no
     document ends within `tolerance`, a share of all tokens.
 
     Raises DataError if there are too few tokens for two splits.
     """
     if total < 2:
-        raise DataError(f"The text gives {total} tokens; training and validation need at least one each.")
+        raise DataError(f"The text has only {total} tokens, but training and validation need one each.")
     target = min(max(int(total * train_split), 1), total - 1)
     after = int(np.searchsorted(document_ends, target))
     near = [int(end) for end in document_ends[max(after - 1, 0) : after + 1] if 0 < end < total]

@@ -1,5 +1,5 @@
-"""Files as text. Those of other programs are written once, as JSON Lines or in UTF-8, and then read like any other: so
-all that follows, and what a kill costs, is the same for every kind of file. What cannot be read is left out."""
+"""Extract text from files. The text of other formats is written once, as JSON Lines or UTF-8, and then read like any
+other, so later steps and the cost of a kill are the same for all formats. Unreadable files are left out."""
 
 from __future__ import annotations
 
@@ -20,115 +20,119 @@ from common.errors import DataError, is_full_disk
 from common.files import atomic_write
 from common.output import LOG_INTERVAL_SECONDS, log, printable, progress_bar
 from tokenization import conversations
-from tokenization.conversations import are_conversations, read_conversations, texts_of
+from tokenization.conversations import are_conversations, extract_texts, read_conversations
 from tokenization.corpus import (
-    PLAIN,
-    SUFFIXES,
-    NotUTF8,
+    PLAIN_SUFFIXES,
+    TEXT_SUFFIXES,
+    NotUTF8Error,
     Source,
-    Unreadable,
-    decoded_blocks,
+    UnreadableError,
+    decode_blocks,
+    find_obstacle,
     find_sources,
     is_hidden,
+    read_blocks,
     source_at,
-    unpacked_blocks,
-    why_not,
 )
-from tokenization.documents import BadRecord, Tally, key_of, records, text_of_record
-from tokenization.encodings import TextCheck, guess, has_chardet
-from tokenization.isolation import Isolated, Work
+from tokenization.documents import BadRecord, Tally, find_text_key, read_records, read_text
+from tokenization.encodings import TextCheck, guess_encoding, has_chardet
+from tokenization.isolation import IsolatedReader, Work
 from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, HUB, Settings
-from tokenization.sources.archives import members_of
-from tokenization.sources.hub import HubSource, hub_problems, hub_sources
-from tokenization.sources.mail import eml_documents, mbox_documents
-from tokenization.sources.markup import epub_documents, html_documents
-from tokenization.sources.pandoc import FORMATS, reader_of
-from tokenization.sources.pdf import pdf_documents
-from tokenization.sources.plain import cleaner_of, subtitle_documents
-from tokenization.sources.tables import Row, arrow_rows, csv_rows, parquet_rows
+from tokenization.sources.archives import list_members
+from tokenization.sources.hub import HubSource, find_hub_sources, hub_errors
+from tokenization.sources.mail import read_eml, read_mbox
+from tokenization.sources.markup import read_epub, read_html
+from tokenization.sources.pandoc import FORMATS, build_reader
+from tokenization.sources.pdf import read_pdf
+from tokenization.sources.plain import choose_cleaner, read_subtitles
+from tokenization.sources.tables import Row, read_arrow, read_csv, read_parquet
 
-READERS = 2  # the version of what is read how: a file that an older one has made is not used
-BEGINNING = 20_000  # characters, in which a text shows that it has to be cleaned
-LONGEST_CLEANED = 50_000_000  # bytes: a longer text stays as it is
-LONGEST_DOCUMENT = 5_000_000  # characters: a longer one becomes several
-MARK_OF_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
-READ_IN_PARTS = (".parquet", ".arrow")  # on the hub; other files are copied first
-OF_LINES = (*PLAIN, ".csv", ".tsv")
-OF_FORMAT = {  # of the files in a folder; the last is not read in an archive
-    "text": SUFFIXES,
-    "chat": (*conversations.SUFFIXES, ".csv", ".parquet", ".arrow", ".zip"),
+READERS_VERSION = 2  # raise it when readers change, so that older extracted files are not used
+CHECKED_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
+MAX_CLEANED_BYTES = 50_000_000  # a longer text stays as it is
+MAX_DOCUMENT_CHARACTERS = 5_000_000  # a longer document is split
+SEPARATOR_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
+STREAMED_SUFFIXES = (".parquet", ".arrow")  # read in parts on the hub; other files are copied first
+LINE_SUFFIXES = (*PLAIN_SUFFIXES, ".csv", ".tsv")
+FORMAT_SUFFIXES = {  # the last suffix is not read inside an archive
+    "text": TEXT_SUFFIXES,
+    "chat": (*conversations.CHAT_SUFFIXES, ".csv", ".parquet", ".arrow", ".zip"),
 }
 
 
 class Kind(NamedTuple):
-    documents: Callable[[BinaryIO, str], Iterable[str | Row | BadRecord]]  # of an open file; the second is `text_key`
-    module: str | None = None  # that it needs
-    package: str | None = None  # for pip, if it has another name
+    """How to read one kind of file."""
+
+    documents: Callable[[BinaryIO, str], Iterable[str | Row | BadRecord]]  # (open file, text_key) -> documents
+    module: str | None = None  # required module
+    package: str | None = None  # its name for pip, if different
 
 
-def json_documents(source: Source, text_key: str) -> Iterator[str | BadRecord]:
-    """The texts of a JSON file, and those of its conversations."""
+def read_json_documents(source: Source, text_key: str) -> Iterator[str | BadRecord]:
+    """Yield the texts of a JSON file, including those of conversations."""
     bad: list[BadRecord] = []
-    for record in records(source, bad.append, lambda count: None):
+    for record in read_records(source, bad.append, lambda count: None):
         try:
-            yield from texts_of(record.value, text_key)
+            yield from extract_texts(record.value, text_key)
         except ValueError as problem:
             yield BadRecord(record.place, str(problem))
     yield from bad
 
 
-def alone(documents: Callable[[BinaryIO], Iterable[str | Row | BadRecord]], module: str | None = None) -> Kind:
+def without_key(documents: Callable[[BinaryIO], Iterable[str | Row | BadRecord]], module: str | None = None) -> Kind:
     return Kind(lambda file, _: documents(file), module)
 
 
 KINDS = {
-    ".epub": alone(epub_documents),
-    ".html": alone(html_documents, "trafilatura"),
-    ".htm": alone(html_documents, "trafilatura"),
-    ".pdf": alone(pdf_documents, "pypdfium2"),
-    ".mbox": alone(mbox_documents),
-    ".eml": alone(eml_documents),
-    ".srt": alone(subtitle_documents),
-    ".vtt": alone(subtitle_documents),
-    ".csv": alone(csv_rows),
-    ".tsv": alone(csv_rows),
-    ".parquet": Kind(parquet_rows, "pyarrow"),
-    ".arrow": alone(arrow_rows, "pyarrow"),
-    **{suffix: alone(reader_of(suffix), "pypandoc")._replace(package="pypandoc_binary") for suffix in FORMATS},
+    ".epub": without_key(read_epub),
+    ".html": without_key(read_html, "trafilatura"),
+    ".htm": without_key(read_html, "trafilatura"),
+    ".pdf": without_key(read_pdf, "pypdfium2"),
+    ".mbox": without_key(read_mbox),
+    ".eml": without_key(read_eml),
+    ".srt": without_key(read_subtitles),
+    ".vtt": without_key(read_subtitles),
+    ".csv": without_key(read_csv),
+    ".tsv": without_key(read_csv),
+    ".parquet": Kind(read_parquet, "pyarrow"),
+    ".arrow": without_key(read_arrow, "pyarrow"),
+    **{suffix: without_key(build_reader(suffix), "pypandoc")._replace(package="pypandoc_binary") for suffix in FORMATS},
 }
 JSON = (".json", ".jsonl")
 
 
-def find(settings: Settings) -> list[Source]:
-    """The files that the inputs name, on this machine and then on the hub. Raises DataError."""
-    suffixes = OF_FORMAT[settings.format]
+def find_files(settings: Settings) -> list[Source]:
+    """Return the files that the inputs name, on this machine and then on the hub. Raises DataError."""
+    suffixes = FORMAT_SUFFIXES[settings.format]
     remote = [given for given in settings.input if given.startswith(HUB)]
     found: list[Source] = find_sources([given for given in settings.input if given not in remote], suffixes)
-    return found + [source for given in remote for source in hub_sources(given, suffixes, settings.max_mb)]
+    return found + [source for given in remote for source in find_hub_sources(given, suffixes, settings.max_mb)]
 
 
-def format_of(sources: Sequence[Source], text_key: str = Settings.text_key) -> Literal["text", "chat"]:
-    """chat, if there is nothing but files of conversations."""
+def detect_format(sources: Sequence[Source], text_key: str = Settings.text_key) -> Literal["text", "chat"]:
+    """Return "chat" if all files hold conversations, else "text"."""
     is_chat = all(not isinstance(source, HubSource) and are_conversations(source, text_key) for source in sources)
     return "chat" if is_chat else "text"
 
 
 class Readable(NamedTuple):
+    """Files that can be read as text, and those left out."""
+
     sources: list[Source]
-    skipped: list[tuple[str, str]]  # the name of a file that gives no text, and why
+    skipped: list[tuple[str, str]]  # (name, reason) of files without text
 
 
-def readable(sources: Sequence[Source], settings: Settings) -> Readable:
-    """What the sources hold, as files that can be read as text to their ends. Conversations among other files are text,
-    too. Plain files are read here, all others in a process of their own.
+def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
+    """Convert sources to files that can be read as text to their ends. Conversations among other files become text.
+    Plain files are read here, all others in an isolated process.
 
-    Raises DataError if no file gives any text.
+    Raises DataError if no file has text.
     """
     made = Readable([], [])
-    with Isolated() as isolated, Progress(len(sources)) as progress:
+    with IsolatedReader() as isolated, OpeningProgress(len(sources)) as progress:
 
         def read(work: Work, source: Source, is_foreign: bool) -> list[Source]:
-            """What `work` makes of it; nothing, and a reason, if it cannot be read."""
+            """Return the files that `work` makes of a source. If it cannot be read, return [] and record the reason."""
             try:
                 if is_foreign and not isinstance(source, HubSource):
                     return isolated.call(work, source, settings, progress.tell)
@@ -140,35 +144,35 @@ def readable(sources: Sequence[Source], settings: Settings) -> Readable:
                 return []
             except DataError as problem:
                 is_alone = len(sources) == 1 and source.member is None
-                if not isinstance(problem, Unreadable) and (is_alone or isinstance(source, HubSource)):
-                    raise  # with its path; or because another try may read it
+                if not isinstance(problem, UnreadableError) and (is_alone or isinstance(source, HubSource)):
+                    raise  # a single file is named by its path; a download may be tried again
                 made.skipped.append((source.name, str(problem).removeprefix(source.place).strip(" ,:").rstrip(".")))
                 return []
 
         for source in sources:
             progress.begin(source.name)
-            for file in read(files_of, source, is_foreign=source.suffix == ".zip"):
-                if missing := missing_packages([file]):
-                    made.skipped.append((file.name, f"it needs {missing[0]}: pip install {missing[0]}"))
+            for file in read(list_files, source, is_foreign=source.suffix == ".zip"):
+                if missing := find_missing_packages([file]):
+                    made.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
                     continue
-                for text in read(as_text, file, is_foreign=file.suffix in (*KINDS, ".json")):
+                for text in read(convert_to_text, file, is_foreign=file.suffix in (*KINDS, ".json")):
                     made.sources.append(text)
                     if text.left_out:
                         made.skipped.append((text.name, text.left_out))
     if not made.sources:
         reasons = "; ".join(f"{reason} ({name})" for name, reason in made.skipped[:5])
-        raise DataError(f"No file gives text: {reasons}.")
+        raise DataError(f"No file has text that can be read: {reasons}.")
     return made
 
 
-class Progress:
-    """Which file is opened: a bar, or a line now and then."""
+class OpeningProgress:
+    """Shows which file is being opened: a bar, or a line now and then."""
 
     def __init__(self, total: int):
-        self.total, self.number, self.name, self.told = total, 0, "", time.monotonic()
+        self.total, self.number, self.name, self.logged_at = total, 0, "", time.monotonic()
         self.bar = progress_bar(total=total, desc="Opening", unit="file", leave=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> OpeningProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -181,78 +185,79 @@ class Progress:
 
     def tell(self) -> None:
         self.bar.refresh()
-        if self.bar.disable and time.monotonic() - self.told >= LOG_INTERVAL_SECONDS:
-            self.told = time.monotonic()
+        if self.bar.disable and time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS:
+            self.logged_at = time.monotonic()
             log.info(f"Opening    file {self.number:,} of {self.total:,}: {printable(self.name)}")
 
 
-def missing_packages(sources: Iterable[Source]) -> list[str]:
-    """What would have to be installed to read all of the sources."""
+def find_missing_packages(sources: Iterable[Source]) -> list[str]:
+    """Return the packages that have to be installed to read the sources."""
     kinds = {KINDS[source.suffix] for source in sources if source.suffix in KINDS}
     missing = [kind for kind in kinds if kind.module and importlib.util.find_spec(kind.module) is None]
     return sorted({str(kind.package or kind.module) for kind in missing})
 
 
-def files_of(source: Source, settings: Settings) -> list[Source]:
-    """The members of an archive, or the file itself. On the hub, what cannot be read in parts is copied."""
-    if isinstance(source, HubSource) and source.suffix not in READ_IN_PARTS:
-        with hub_problems(source.name):
-            source = written(source, source.suffix, beginning(source), "")
-    return members_of(source) if source.suffix == ".zip" else [source]
+def list_files(source: Source, settings: Settings) -> list[Source]:
+    """Return the members of an archive, or the file itself. A file on the hub is copied, unless it can be read in
+    parts."""
+    if isinstance(source, HubSource) and source.suffix not in STREAMED_SUFFIXES:
+        with hub_errors(source.name):
+            source = write_extracted(source, source.suffix, read_beginning(source), "")
+    return list_members(source) if source.suffix == ".zip" else [source]
 
 
-def as_text(source: Source, settings: Settings) -> list[Source]:
-    """The source if it is plain text, or a file with its text. Raises DataError."""
+def convert_to_text(source: Source, settings: Settings) -> list[Source]:
+    """Return a plain-text source itself, or a file with the extracted text. Raises DataError."""
     is_chat, suffix = settings.format == "chat", source.suffix
     if source.member is not None:
         if is_hidden(source.name.lstrip(".")):
-            raise Unreadable("hidden")
-        if reason := why_not(source.name, OF_FORMAT[settings.format][:-1]):
-            raise Unreadable(reason)
+            raise UnreadableError("hidden")
+        if reason := find_obstacle(source.name, FORMAT_SUFFIXES[settings.format][:-1]):
+            raise UnreadableError(reason)
     if suffix in JSON:
         is_text = suffix == ".jsonl" and not are_conversations(source, settings.text_key)
-        read = checked if is_chat or is_text else made_from_json
+        read = check_records if is_chat or is_text else convert_json
         try:
             return [read(source, settings)]
-        except (NotUTF8, Unreadable):
-            converted = recoded(source, settings)
+        except (NotUTF8Error, UnreadableError):
+            converted = convert_encoding(source, settings)
             if not converted.is_converted:
                 raise
             return [read(converted, settings)]
     kind = KINDS.get(suffix)
     if kind is None:
-        return [plain(source, settings)]
+        return [convert_plain(source, settings)]
     if suffix in (".csv", ".tsv"):
-        source = recoded(source, settings)
-    with hub_problems(source.name) if isinstance(source, HubSource) else contextlib.nullcontext():
-        made = written_lines(source, source.note or suffix[1:], settings, documents_of(source, kind, settings))
-    return [checked(made, settings) if is_chat else made]
+        source = convert_encoding(source, settings)
+    with hub_errors(source.name) if isinstance(source, HubSource) else contextlib.nullcontext():
+        made = write_lines(source, source.note or suffix[1:], settings, read_documents(source, kind, settings))
+    return [check_records(made, settings) if is_chat else made]
 
 
-def documents_of(source: Source, kind: Kind, settings: Settings) -> Iterator[str | Row | BadRecord]:
+def read_documents(source: Source, kind: Kind, settings: Settings) -> Iterator[str | Row | BadRecord]:
     try:
         with source.open() as file:
             yield from kind.documents(file, settings.text_key)
-    except ImportError as error:  # a package that is there lacks another one
-        raise Unreadable(f"it needs {kind.module}, which fails: {error}") from None
+    except ImportError as error:  # an installed package may lack another one
+        raise UnreadableError(f"it needs {kind.module}, which cannot be imported: {error}") from None
 
 
-def made_from_json(source: Source, settings: Settings) -> Source:
+def convert_json(source: Source, settings: Settings) -> Source:
     note = source.note or source.suffix[1:]
     if are_conversations(source, settings.text_key):
-        note = "conversations as text (--format chat trains on their answers alone)"
-    return written_lines(source, note, settings, json_documents(source, settings.text_key))
+        note = "conversations as text (with --format chat, training learns only the answers)"
+    return write_lines(source, note, settings, read_json_documents(source, settings.text_key))
 
 
-def plain(source: Source, settings: Settings) -> Source:
-    """A text file in UTF-8, without what is not its own text."""
-    source = recoded(source, settings)
+def convert_plain(source: Source, settings: Settings) -> Source:
+    """Return a text file in UTF-8, cleaned of what is not its own text."""
+    source = convert_encoding(source, settings)
     if not source.text_bytes:
-        raise Unreadable("it is empty")
-    blocks = decoded_blocks(source, lambda count: None)
+        raise UnreadableError("it is empty")
+    blocks = decode_blocks(source, lambda count: None)
     first = next(blocks)
-    cleaner = cleaner_of(first[:BEGINNING], source.suffix)
-    if cleaner is None or source.text_bytes > LONGEST_CLEANED:
+    cleaner = choose_cleaner(first[:CHECKED_CHARACTERS], source.suffix)
+    if cleaner is None or source.text_bytes > MAX_CLEANED_BYTES:
         return source
     clean, note = cleaner
     before = first + "".join(blocks)
@@ -260,14 +265,13 @@ def plain(source: Source, settings: Settings) -> Source:
     if text == before:
         return source
     if not text.strip():
-        raise Unreadable("it holds no text")
-    made = written(source, source.suffix, [text.encode()], f"{source.note}, {note}".removeprefix(", "), note)
+        raise UnreadableError("it has no text")
+    made = write_extracted(source, source.suffix, [text.encode()], f"{source.note}, {note}".removeprefix(", "), note)
     return replace(made, is_converted=source.is_converted)
 
 
-def checked(source: Source, settings: Settings) -> Source:
-    """A file of JSON Lines whose records have been read to its end, with what has to be left out of it. Raises
-    DataError."""
+def check_records(source: Source, settings: Settings) -> Source:
+    """Read a JSON Lines file to its end, and return it with its size and the records left out. Raises DataError."""
     size, tally, check = 0, Tally(), TextCheck()
 
     def on_read(count: int) -> None:
@@ -278,31 +282,31 @@ def checked(source: Source, settings: Settings) -> Source:
         for _ in read_conversations([source], ChatTemplate(), on_read, tally.skip):
             tally.good += 1
     else:
-        for record in records(source, tally.skip, on_read):
+        for record in read_records(source, tally.skip, on_read):
             try:
-                check.add(text_of_record(record.value, settings.text_key))
+                check.add(read_text(record.value, settings.text_key))
                 tally.good += 1
             except ValueError as problem:
                 tally.skip(BadRecord(record.place, str(problem)))
     if not size:
-        raise Unreadable("it is empty")
+        raise UnreadableError("it is empty")
     tally.require_most()
     check.require_text()
     return replace(source, text_bytes=size, left_out=tally.describe())
 
 
-def written(
+def write_extracted(
     source: Source, suffix: str, blocks: Iterable[bytes], note: str, *settings: str, tally: Tally | None = None
 ) -> Source:
-    """A file with these blocks, which is kept, and beside it what the `tally` of its records says. What it is made
-    from, and how, gives it its name."""
+    """Write the blocks to a file in EXTRACTED, unless it exists, and the `tally` of its records beside it. Its name is
+    a hash of the source and the settings."""
     identity = [
-        READERS,
+        READERS_VERSION,
         str(source.path),
         source.size,
         source.modified_ns,
         source.member,
-        str(source.most_bytes),
+        str(source.max_bytes),
         *settings,
     ]
     path = EXTRACTED / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}{suffix}"
@@ -320,8 +324,8 @@ def written(
     return replace(made, text_bytes=made.size, left_out=left_out)
 
 
-def written_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
-    """The documents as JSON Lines. Raises Unreadable if there is none, if most cannot be used, or if they are no
+def write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
+    """Write documents as JSON Lines. Raises UnreadableError if there are none, if most are unusable, or if they are not
     text."""
     tally, check, columns = Tally(), TextCheck(), Columns(settings.text_key)
 
@@ -337,45 +341,49 @@ def written_lines(source: Source, note: str, settings: Settings, documents: Iter
                 except ValueError as problem:
                     tally.skip(BadRecord(f"row {number}", str(problem)))
                     continue
-                if cleaner := cleaner_of(document[:BEGINNING], ""):  # a whole book of Project Gutenberg, say
+                if cleaner := choose_cleaner(
+                    document[:CHECKED_CHARACTERS], ""
+                ):  # a row may be a whole book of Project Gutenberg
                     document = cleaner[0](document)
             tally.good += 1
-            for record in [document] if isinstance(document, dict) else records_of(check.add(document), settings):
+            for record in [document] if isinstance(document, dict) else split_document(check.add(document), settings):
                 line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
                 yield line
                 count += len(line)
-            if count >= source.most_bytes:
+            if count >= source.max_bytes:
                 break
         tally.require_most()
         if not count:
-            raise Unreadable("it holds no text")
+            raise UnreadableError("it has no text")
         check.require_text()
 
-    return written(source, ".jsonl", blocks(), note, settings.text_key, settings.format, tally=tally)
+    return write_extracted(source, ".jsonl", blocks(), note, settings.text_key, settings.format, tally=tally)
 
 
 class Columns:
-    """Finds the text in the rows of a table: in the column that is named, or the only one that holds texts."""
+    """Finds the text in the rows of a table: in the named column, or the only one with texts."""
 
     def __init__(self, text_key: str):
         self.text_key = text_key
         self.column: str | None = None
 
     def text_of(self, row: Row) -> str:
-        """Raises Unreadable if no column can be meant, ValueError for a row whose value is no text."""
+        """Return the text of a row. Raises UnreadableError if no column fits, ValueError if the value is not a text."""
         if self.column is None:
-            self.column = key_of(row, self.text_key) or only_text(row)
+            self.column = find_text_key(row, self.text_key) or find_only_text(row)
         if self.column is None:
             names = ", ".join(map(str, row))
-            raise Unreadable(f'it has no column "{self.text_key}", but {names}: --text_key names the one with the text')
+            raise UnreadableError(
+                f'it has no column "{self.text_key}", but {names}; name the one with the text with --text_key'
+            )
         value = row.get(self.column)
         if not isinstance(value, str | None):
             raise ValueError(f'its "{self.column}" is of type {type(value).__name__}, not a text')
         return value or ""
 
 
-def only_text(row: Row) -> str | None:
-    """The only column whose value in this row is a text and not a number."""
+def find_only_text(row: Row) -> str | None:
+    """Return the only column of a row with a text that is not a number; None if there is not exactly one."""
     texts = [name for name, value in row.items() if isinstance(value, str) and not is_number(value)]
     return texts[0] if len(texts) == 1 else None
 
@@ -388,19 +396,19 @@ def is_number(value: str) -> bool:
     return True
 
 
-def records_of(document: str, settings: Settings) -> Iterator[Row]:
-    """The objects of its lines; none if it has no text."""
+def split_document(document: str, settings: Settings) -> Iterator[Row]:
+    """Yield the records of a document, several if it is very long; none if it has no text."""
     while document.strip():
-        most = document[:LONGEST_DOCUMENT]
+        most = document[:MAX_DOCUMENT_CHARACTERS]
         part = most if most == document else most[: most.rfind("\n") + 1] or most
         yield {settings.text_key: part}
         document = document[len(part) :]
 
 
-def beginning(source: Source) -> Iterator[bytes]:
-    """The lines within its `most_bytes`, or the whole of a file that has no lines."""
-    most, count = source.most_bytes if source.suffix in OF_LINES else math.inf, 0
-    for block in unpacked_blocks(source):
+def read_beginning(source: Source) -> Iterator[bytes]:
+    """Yield the lines within `max_bytes` of a source, or the whole of a file without lines."""
+    most, count = source.max_bytes if source.suffix in LINE_SUFFIXES else math.inf, 0
+    for block in read_blocks(source):
         if count + len(block) > most:
             yield block[: block.rfind(b"\n", 0, int(most) - count) + 1]
             return
@@ -408,9 +416,9 @@ def beginning(source: Source) -> Iterator[bytes]:
         count += len(block)
 
 
-def recoded(source: Source, settings: Settings) -> Source:
-    """The source if it is UTF-8, else its text in UTF-8. Raises Unreadable if its encoding cannot be guessed, or if it
-    is no text."""
+def convert_encoding(source: Source, settings: Settings) -> Source:
+    """Return a UTF-8 source itself, or a file converted to UTF-8. Raises UnreadableError if its encoding cannot be
+    guessed, or if it is not text."""
     size, check, marks = 0, TextCheck(), 0
 
     def on_read(count: int) -> None:
@@ -418,33 +426,37 @@ def recoded(source: Source, settings: Settings) -> Source:
         size += count
 
     try:
-        for text in decoded_blocks(source, on_read):
+        for text in decode_blocks(source, on_read):
             check.add(text)
-            marks += text.count(DOCUMENT_SEPARATOR) and text.count(DOCUMENT_SEPARATOR) - len(MARK_OF_LINE.findall(text))
-    except NotUTF8 as problem:
-        encoding = problem.encoding or settings.encoding or guessed(problem.sample)
-        made = written(source, source.suffix, utf8_blocks(source, encoding), f"from {encoding}", encoding)
+            marks += text.count(DOCUMENT_SEPARATOR) and text.count(DOCUMENT_SEPARATOR) - len(
+                SEPARATOR_LINE.findall(text)
+            )
+    except NotUTF8Error as problem:
+        encoding = problem.encoding or settings.encoding or require_guess(problem.sample)
+        made = write_extracted(source, source.suffix, reencode(source, encoding), f"from {encoding}", encoding)
         return replace(made, is_converted=True)
     check.require_text()
     return replace(source, text_bytes=size, inline_marks=marks)
 
 
-def guessed(sample: bytes) -> str:
+def require_guess(sample: bytes) -> str:
     if 0 in sample:
-        raise Unreadable("it has zero bytes, as only UTF-16 has: --encoding utf-16-le reads it if it is that")
+        raise UnreadableError("it has zero bytes; if it is UTF-16, use --encoding utf-16-le")
     if not has_chardet():
-        raise Unreadable("it is not UTF-8: --encoding names its encoding, or `pip install chardet` guesses it")
-    if encoding := guess(sample):
+        raise UnreadableError(
+            "it is not UTF-8; name its encoding with --encoding, or `pip install chardet` to guess it"
+        )
+    if encoding := guess_encoding(sample):
         return encoding
-    raise Unreadable("it is not UTF-8, and its encoding cannot be guessed: --encoding names it")
+    raise UnreadableError("it is not UTF-8, and its encoding cannot be guessed; name it with --encoding")
 
 
-def utf8_blocks(source: Source, encoding: str) -> Iterator[bytes]:
+def reencode(source: Source, encoding: str) -> Iterator[bytes]:
     decoder, check = codecs.getincrementaldecoder(encoding)(), TextCheck()
     try:
-        for block in unpacked_blocks(source):
+        for block in read_blocks(source):
             yield check.add(decoder.decode(block)).encode()
         yield decoder.decode(b"", final=True).encode()
     except UnicodeDecodeError as error:
-        raise Unreadable(f"it is not {encoding} ({error.reason}): --encoding names another") from None
+        raise UnreadableError(f"it is not {encoding} ({error.reason}); name another with --encoding") from None
     check.require_text()

@@ -1,5 +1,5 @@
-"""Which text is held out for validation: passages of a few thousand characters, chosen by a hash of each. So every file
-gives its share, copies are on one side, and nothing moves when text is added or taken away."""
+"""Choose the validation passages, a few thousand characters each, by a hash of their text. So every file gives its
+share, copies are on one side, and nothing moves when text is added or removed."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from collections.abc import Callable, Iterable, Iterator
 from common.output import byte_size, cell
 from tokenization.conversations import Conversation
 from tokenization.corpus import Source
-from tokenization.documents import PIECE_CHARACTERS, Piece, between_letters, cut_point
-from tokenization.encoding import Reader, Text, begins_document
+from tokenization.documents import PIECE_CHARACTERS, Piece, find_cut, find_letter_boundary
+from tokenization.encoding import Reader, SourceText, begins_document
 
-FEWEST, MOST = 2500, 8000  # characters of a passage; the last of a document may be shorter
-FURTHER = 1500  # characters, on average, from the fewest to the line that ends a passage
-TYPICAL = 4000  # characters
-MOST_BYTES = 40_000_000  # about ten million tokens; they stay in memory until all else is encoded
-CHECKED = 200_000_000  # characters, in which the share is checked: in a small or repetitive text it may be far off
-FURTHEST = 2.5  # times the share that is asked for, or so much less
-REPETITIVE = 0.5  # share of different passages in a text that says so
-NAMES = 5  # that are listed
+MIN_PASSAGE, MAX_PASSAGE = 2500, 8000  # characters; the last passage of a document may be shorter
+EXTRA_CHARACTERS = 1500  # mean number of characters beyond MIN_PASSAGE
+TYPICAL_PASSAGE = 4000  # characters
+MAX_HELD_OUT_BYTES = 40_000_000  # about ten million tokens, kept in memory until all else is encoded
+CHECKED_CHARACTERS = 200_000_000  # the share is checked in this much text: chance may be unkind to a small one
+MAX_SHARE_FACTOR = 2.5  # a share larger or smaller than requested by this factor is rejected
+REPETITIVE_SHARE = 0.5  # with a smaller share of different passages, text counts as repetitive
+MAX_LISTED_FILES = 5
 
 
 class HeldOut:
-    """Passages with a hash below `limit`: from 0 to 1, about their share of the text.
+    """The held-out passages: those with a hash below `limit` (0 to 1), which is about their share of the text.
 
-    A document whose share is a passage or more gives its last one if chance chooses none.
+    If no passage of a document is chosen and its share is at least a typical passage, its last one is held out.
     """
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.characters: Counter[Source] = Counter()  # that have been read
-        self.held: Counter[Source] = Counter()  # of these, held out
-        self.documents = 0  # that the held-out text makes, one each time that passages follow each other
+        self.characters: Counter[Source] = Counter()  # characters read
+        self.held: Counter[Source] = Counter()  # characters held out
+        self.documents = 0  # held-out documents; consecutive passages are one
 
     @property
     def share(self) -> float:
@@ -43,15 +43,15 @@ class HeldOut:
     def share_of(self, source: Source) -> float:
         return self.held[source] / max(1, self.characters[source])
 
-    def last(self, read: Reader) -> Reader:
-        """A reader of the same text that gives the passages that are held out after all others."""
+    def move_to_end(self, read: Reader) -> Reader:
+        """Return a reader of the same text with the held-out passages at the end."""
 
-        def reordered(on_read: Callable[[int], None]) -> Iterator[Text]:
+        def reordered(on_read: Callable[[int], None]) -> Iterator[SourceText]:
             self.characters.clear()
             self.held.clear()
-            waiting: list[Text] = []
+            waiting: list[SourceText] = []
             self.documents = 0
-            for piece, is_held in joined(self.chosen(read(on_read))):
+            for piece, is_held in join_passages(self.mark_passages(read(on_read))):
                 if is_held:
                     waiting.append(piece)
                     self.documents += isinstance(piece, Conversation) or piece.ends_document
@@ -61,55 +61,59 @@ class HeldOut:
 
         return reordered
 
-    def chosen(self, texts: Iterable[Text]) -> Iterator[tuple[Text, bool]]:
-        """Each passage, and whether it is held out."""
-        read = held = 0  # characters of the document
-        for passage in passages(texts):
+    def mark_passages(self, texts: Iterable[SourceText]) -> Iterator[tuple[SourceText, bool]]:
+        """Yield (passage, is_held_out)."""
+        read = held = 0  # characters in this document
+        for passage in split_passages(texts):
             size = len(passage.text)
             if begins_document(passage):
                 read = held = 0
             read += size
-            is_held = passage_hash(passage.text) < self.limit
+            is_held = hash_passage(passage.text) < self.limit
             if not held and isinstance(passage, Piece) and passage.ends_document:
-                is_held = is_held or self.limit * read >= TYPICAL
+                is_held = is_held or self.limit * read >= TYPICAL_PASSAGE
             held += size * is_held
             self.characters[passage.source] += size
             self.held[passage.source] += size * is_held
             yield passage, is_held
 
     def describe(self) -> str:
-        """Of each file its share."""
+        """Describe the share of the text, and of each file."""
         sources = list(self.characters)
-        named = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in sources[:NAMES])
-        more = f"; of {len(sources) - NAMES:,} more files in data_report.md" if len(sources) > NAMES else ""
-        said = f"Held out for validation: {self.share:.1%} of the text: {named}{more}"
-        return said.encode(errors="replace").decode()  # names may be any bytes
+        named = sources[:MAX_LISTED_FILES]
+        shares = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in named)
+        others = len(sources) - len(named)
+        more = f"; {others:,} more files in data_report.md" if others else ""
+        text = f"Held out for validation: {self.share:.1%} of the text: {shares}{more}"
+        return text.encode(errors="replace").decode()  # file names may hold any bytes
 
 
 def choose_held_out(read: Reader, share: float, total_bytes: int) -> tuple[HeldOut | None, str]:
-    """Return what holds out about `share` of the text, MOST_BYTES of it at most; `total_bytes` is its size or more.
-    None if chance leaves a small or repetitive text with far less or more: then its end is held out. And a note on a
-    text that repeats itself.
+    """Choose about `share` of the text, at most MAX_HELD_OUT_BYTES; `total_bytes` is its size or more. Return the
+    choice and a note on repetitive text.
+
+    The choice is None if chance gives far more or less than `share` of a small or repetitive text; then the end of the
+    text is held out.
     """
-    limit = min(share, MOST_BYTES / total_bytes)
+    limit = min(share, MAX_HELD_OUT_BYTES / total_bytes)
     held_out, different, checked, hashes = HeldOut(limit), 0, 0, set[float]()
-    for passage, _ in held_out.chosen(read(lambda count: None)):
+    for passage, _ in held_out.mark_passages(read(lambda count: None)):
         checked += len(passage.text)
-        name = passage_hash(passage.text)
+        name = hash_passage(passage.text)
         different += 0 if name in hashes else len(passage.text)
         hashes.add(name)
-        if checked >= CHECKED:
+        if checked >= CHECKED_CHARACTERS:
             break
     note = ""
-    if different < REPETITIVE * checked:
-        note = f"Much of this text is repeated: {byte_size(different)} of {byte_size(checked)} is different"
-    is_far_off = not limit / FURTHEST <= held_out.share <= limit * FURTHEST
-    is_small_share = limit < share and not note  # of a huge text, and few passages of what was checked
+    if different < REPETITIVE_SHARE * checked:
+        note = f"Much of this text is repeated: only {byte_size(different)} of {byte_size(checked)} are different"
+    is_far_off = not limit / MAX_SHARE_FACTOR <= held_out.share <= limit * MAX_SHARE_FACTOR
+    is_small_share = limit < share and not note  # a huge text: few of the checked passages are held out
     return None if is_far_off and not is_small_share else held_out, note
 
 
-def passages(texts: Iterable[Text]) -> Iterator[Text]:
-    """The same text, a passage at a time. A conversation is one."""
+def split_passages(texts: Iterable[SourceText]) -> Iterator[SourceText]:
+    """Yield the same text, a passage at a time. A conversation is one passage."""
     rest: Piece | None = None
     for text in texts:
         if isinstance(text, Conversation):
@@ -118,7 +122,7 @@ def passages(texts: Iterable[Text]) -> Iterator[Text]:
         if rest is not None:
             text = text._replace(text=rest.text + text.text, begins_document=rest.begins_document, line=rest.line)
         start, rest = 0, text
-        while end := passage_end(text.text, start, text.ends_document):
+        while end := find_passage_end(text.text, start, text.ends_document):
             is_last = end == len(text.text) and text.ends_document
             passage = rest._replace(
                 text=text.text[start:end], ends_document=is_last, line_break=text.line_break if is_last else ""
@@ -129,27 +133,27 @@ def passages(texts: Iterable[Text]) -> Iterator[Text]:
         rest = None if text.ends_document else rest._replace(text=text.text[start:])
 
 
-def passage_end(text: str, start: int, is_whole: bool) -> int:
-    """Where the passage that begins at `start` ends; 0 if more text is needed to know, or none is left.
+def find_passage_end(text: str, start: int, is_whole: bool) -> int:
+    """Return the end of the passage that begins at `start`; 0 if more text is needed, or none is left.
 
-    It ends with a line whose own text says so, by a hash. So an insertion moves the next few ends, and no others.
+    A hash of a line's text decides whether a passage ends with it, so an insertion moves only the next few ends.
     """
-    if len(text) - start <= MOST:
+    if len(text) - start <= MAX_PASSAGE:
         return len(text) if is_whole and start < len(text) else 0
-    end = text.find("\n", start + FEWEST) + 1
-    while 0 < end <= start + MOST:
+    end = text.find("\n", start + MIN_PASSAGE) + 1
+    while 0 < end <= start + MAX_PASSAGE:
         line = end
         end = text.find("\n", line) + 1
-        if zlib.crc32(text[line:end].encode()) % FURTHER < end - line and end <= start + MOST:
+        if zlib.crc32(text[line:end].encode()) % EXTRA_CHARACTERS < end - line and end <= start + MAX_PASSAGE:
             return end
-    passage = text[start : start + MOST]
-    end = passage.rfind("\n", FEWEST) + 1 or passage.rfind(" ", FEWEST) + 1
-    return start + end if end else between_letters(text, start + MOST)
+    passage = text[start : start + MAX_PASSAGE]
+    end = passage.rfind("\n", MIN_PASSAGE) + 1 or passage.rfind(" ", MIN_PASSAGE) + 1
+    return start + end if end else find_letter_boundary(text, start + MAX_PASSAGE)
 
 
-def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
-    """Join the passages of a document that follow each other on one side, and give them in pieces that are cut where it
-    changes no token. Where the side changes, a document ends."""
+def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
+    """Join consecutive passages of a document on one side, and yield them in pieces, cut where it changes no token. A
+    document ends where the side changes."""
     run: list[Piece] = []
     side, length = False, 0
 
@@ -168,9 +172,9 @@ def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
             passage, side = passage._replace(begins_document=True), is_held
         run.append(passage)
         length += len(passage.text)
-        if length > PIECE_CHARACTERS + MOST:
+        if length > PIECE_CHARACTERS + MAX_PASSAGE:
             text = "".join(each.text for each in run)
-            cut = cut_point(text, PIECE_CHARACTERS) or between_letters(text, PIECE_CHARACTERS)
+            cut = find_cut(text, PIECE_CHARACTERS) or find_letter_boundary(text, PIECE_CHARACTERS)
             yield piece(text[:cut], False), side
             line = run[0].line + text.count("\n", 0, cut)
             run = [passage._replace(text=text[cut:], begins_document=False, line=line)]
@@ -179,6 +183,6 @@ def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
         yield piece("".join(each.text for each in run), True), side
 
 
-def passage_hash(text: str) -> float:
-    """From 0 to 1; white space around the text does not count."""
+def hash_passage(text: str) -> float:
+    """Return a hash from 0 to 1. White space around the text does not matter."""
     return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") / 2**64

@@ -1,5 +1,5 @@
-"""The metadata of a token folder: all fields of its JSON file, which the pre-tokenizer writes and the trainer reads;
-and the files that it describes, checked against it."""
+"""The metadata JSON of a token folder, which the pre-tokenizer writes and the trainer reads, and reading the files that
+it describes, with checks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from common.validation import build, fields_of
 from tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
-LARGEST_UINT16_VOCABULARY = 1 << 16
-MOST_PACKED = 1040  # gzip's largest compression ratio, rounded up
-UNPACKED_AT_ONCE = 2**22  # bytes
+MAX_UINT16_VOCABULARY = 1 << 16
+MAX_COMPRESSION_RATIO = 1040  # gzip's maximum, rounded up
+UNPACK_BLOCK_BYTES = 2**22
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class TokenMetadata:
-    """The description of a token file in its metadata JSON. The blog's files lack some fields; these take the blog's
-    values, or None if nothing is known."""
+    """The metadata of a token file. The blog's files lack some fields, which get the blog's values, or None if
+    unknown."""
 
     vocab_size: Count
     total_tokens: Count
-    train_split_index: Count | None = None  # the training tokens come first; the rest is for validation
-    train_split: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # as requested
-    dtype: Literal["uint16", "int16", "int32"] = "int16"  # the pre-tokenizer writes uint16 and int32; the blog int16
+    train_split_index: Count | None = None  # training tokens come first, then validation
+    train_split: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None  # requested share
+    dtype: Literal["uint16", "int16", "int32"] = "int16"  # uint16 and int32, or the blog's int16
     tokenizer_type: Literal["bpe", "character"] = "character"
     bin_file: str | None = None
     tokenizer_file: str | None = None
@@ -47,18 +47,18 @@ class TokenMetadata:
     val_characters: Count | None = None
     train_bytes: Count | None = None
     documents: Count | None = None
-    source_files: tuple[dict[str, Any], ...] = ()  # name and size of each
+    source_files: tuple[dict[str, Any], ...] = ()  # {"name", "size"} each
     created: Any = None
-    fingerprint: str | None = None  # hash of everything that the tokens depend on
-    chat_template: ChatTemplate | None = None  # of conversations; None for text
-    mask_file: str | None = None  # for conversations: one bit per token, 1 in answers
+    fingerprint: str | None = None  # hash of everything the tokens depend on
+    chat_template: ChatTemplate | None = None  # None for text
+    mask_file: str | None = None  # conversations only: one bit per token, 1 in answers
     mask_sha256: str | None = None
-    path: Path = Path()  # of the JSON file
+    path: Path = Path()  # the JSON file itself
 
     @field_validator("source_files", mode="before")
     @classmethod
     def usable(cls, value: Any) -> list[dict[str, Any]]:
-        """Training does without them, so what is not as the pre-tokenizer writes it is left out."""
+        """Drop invalid entries, because training does not need them."""
         files = [file for file in value if isinstance(file, dict)] if isinstance(value, list | tuple) else []
         return [file for file in files if isinstance(file.get("name"), str) and isinstance(file.get("size"), int)]
 
@@ -71,7 +71,7 @@ class TokenMetadata:
         if not 0 < self.train_tokens < self.total_tokens:
             raise ValueError(f"train_split_index is {self.train_tokens} of {self.total_tokens} tokens")
         if self.chat_template and not self.mask_file:
-            raise ValueError("chat_template is there and mask_file is missing")
+            raise ValueError("mask_file is missing, but chat_template is set")
         return self
 
     @property
@@ -84,7 +84,7 @@ class TokenMetadata:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of all text that was counted."""
+        """UTF-8 bytes of the text, as far as they were counted."""
         return (self.train_bytes or 0) + (self.val_bytes or 0)
 
     @property
@@ -95,33 +95,33 @@ class TokenMetadata:
     def numpy_dtype(self) -> np.dtype:
         return np.dtype(self.dtype).newbyteorder("<")
 
-    def beside(self, key: str) -> Path:
-        """The file that `bin_file`, `tokenizer_file` or `mask_file` names. It must be beside the metadata, so that a
-        metadata file from a stranger cannot point anywhere else. Raises DataError."""
+    def path_beside(self, key: str) -> Path:
+        """Return the path of `bin_file`, `tokenizer_file` or `mask_file`. It must be beside the metadata, so that a
+        foreign metadata file cannot point elsewhere. Raises DataError."""
         name = getattr(self, key)
         if not name:
-            raise DataError(f"{self.path} has no {key}; name the file with --{key}.")
+            raise DataError(f"{self.path} has no {key}. Name the file with --{key}.")
         folder = self.path.parent.resolve()
         try:
             path = (folder / name).resolve()
             is_beside = path.parent == folder and not path.is_dir()
-        except (OSError, ValueError):  # too long, or with characters that no file name can have
+        except (OSError, ValueError):  # too long, or with impossible characters
             is_beside = False
         if not is_beside:
-            raise DataError(f"{key} in {self.path} is {name[:100]!r}, which is not a file beside it.")
+            raise DataError(f"{key} in {self.path} is {name[:100]!r}, which is not a file in the same folder.")
         return self.path.parent / name
 
     @classmethod
     def read(cls, path: Path) -> TokenMetadata:
-        """Raises DataError that lists everything that is missing or wrong."""
+        """Read the metadata. Raises DataError listing everything that is missing or wrong."""
         values = read_json(path, DataError)
         try:
             return build(cls, {key: values[key] for key in fields_of(cls) if key in values} | {"path": path})
         except ValueError as problem:
-            raise DataError(f"{path} is not usable: {problem}. Run tokenize_local_bpe.py again on your text.") from None
+            raise DataError(f"{path} is not valid: {problem}. Run tokenize_local_bpe.py again on your text.") from None
 
     def write(self, path: Path) -> None:
-        """Write it to `path`, whole or not at all. Fields that are None are left out."""
+        """Write the metadata to `path` atomically, without fields that are None."""
         values = asdict(self) | {
             "format_version": FORMAT_VERSION,
             "bytes_per_token": self.numpy_dtype.itemsize,
@@ -132,135 +132,135 @@ class TokenMetadata:
         write_json(path, {key: value for key, value in values.items() if value is not None})
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that the pre-tokenizer writes: the smallest that holds every id."""
-    return np.dtype("<u2" if vocab_size <= LARGEST_UINT16_VOCABULARY else "<i4")
+def choose_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest dtype that holds every id: uint16 or int32, little-endian."""
+    return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCABULARY else "<i4")
 
 
-def metadata_files(folder: Path) -> list[Path]:
-    """The metadata of every token file in a folder, sorted by name."""
+def find_metadata(folder: Path) -> list[Path]:
+    """Return the metadata files in a folder, sorted by name."""
     return sorted(folder.glob("*_metadata.json"))
 
 
 def read_tokens(bin_path: Path, metadata: TokenMetadata, mapped: bool) -> np.ndarray:
-    """(total_tokens,) of a token file, or of its `.gz` if it is missing; as a memory map if `mapped`. Raises DataError
-    for a file that is missing, damaged or of another size."""
+    """Return the tokens, (total_tokens,), of a token file, or of its `.gz` if it is missing; as a memory map if
+    `mapped`. Raises DataError for a file that is missing, damaged or of the wrong size."""
     if not bin_path.exists() and mapped:
         unpack(require_packed(bin_path, metadata), bin_path, metadata)
-    if not bin_path.exists():  # it may be on Drive: read it once from start to end, and write nothing there
+    if not bin_path.exists():  # it may be on Drive: read it once, and write nothing there
         return read_packed(require_packed(bin_path, metadata), metadata)
     check_size(bin_path, metadata)
-    # Mode "c" maps private pages: PyTorch asks for writable memory, and the file must not change.
+    # Mode "c" maps private pages, because PyTorch needs writable memory and the file must not change.
     dtype = metadata.numpy_dtype
     return np.memmap(bin_path, dtype, mode="c") if mapped else np.fromfile(bin_path, dtype)
 
 
 def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
-    """The `.gz` of a missing token file. Raises DataError if that is missing too, or too small for the tokens."""
+    """Return the `.gz` of a missing token file. Raises DataError if it is missing too, or too small for the tokens."""
     packed = Path(f"{bin_path}.gz")
     if not packed.exists():
-        raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
+        raise DataError(f"{bin_path} is missing, but {metadata.path} describes it.")
     size = metadata.total_tokens * metadata.numpy_dtype.itemsize
-    if size > MOST_PACKED * packed.stat().st_size:
+    if size > MAX_COMPRESSION_RATIO * packed.stat().st_size:
         raise DataError(
-            f"{packed} cannot hold the {metadata.total_tokens:,} tokens of {metadata.path.name}: copy both again."
+            f"{packed} is too small for the {metadata.total_tokens:,} tokens of {metadata.path.name}. Copy both again."
         )
     return packed
 
 
-def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
-    """The bytes of a compressed token file, in pieces. Raises DataError if it is damaged, or does not hold as many
-    bytes as the metadata says: a wrong file must not fill the disk or the memory."""
+def unpack_blocks(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
+    """Yield the bytes of a compressed token file. Raises DataError if it is damaged, or if its size differs from the
+    metadata, so that a wrong file cannot fill the disk or the memory."""
     print(f"Unpacking  {packed} ...")
     missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
     with gzip.open(packed, "rb") as source:
         try:
-            while missing >= 0 and (piece := source.read(min(UNPACKED_AT_ONCE, missing + 1))):
+            while missing >= 0 and (piece := source.read(min(UNPACK_BLOCK_BYTES, missing + 1))):
                 missing -= len(piece)
                 if missing >= 0:
                     yield piece
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-            raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+            raise DataError(f"{packed} is damaged ({problem}). Copy it again.") from None
     if missing:
         amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
         raise DataError(
             f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
-            f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
+            f"{metadata.path.name}. Copy both again, or run tokenize_local_bpe.py again."
         )
 
 
 def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
     with atomic_write(bin_path) as target:
-        for piece in unpacked(packed, metadata):
+        for piece in unpack_blocks(packed, metadata):
             target.write(piece)
 
 
 def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
-    """(total_tokens,)"""
+    """Return the tokens, (total_tokens,), of a compressed token file."""
     tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
     held, place = tokens.view(np.uint8), 0
-    for piece in unpacked(packed, metadata):
+    for piece in unpack_blocks(packed, metadata):
         held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
         place += len(piece)
     return tokens
 
 
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
-    """Raises DataError."""
+    """Raise DataError if the size of a token file differs from its metadata."""
     size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
     if size != metadata.total_tokens * itemsize:
         raise DataError(
-            f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "
-            f"bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. One of the two is from another run or "
-            "was cut short: copy both again, or run tokenize_local_bpe.py again."
+            f"{bin_path} has {size:,} bytes, but {metadata.path.name} says {metadata.total_tokens:,} tokens of "
+            f"{itemsize} bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. Copy both again, or run "
+            "tokenize_local_bpe.py again."
         )
 
 
 def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
-    """Returns the SHA-256. Raises DataError if it, or an id, does not agree with the metadata."""
+    """Return the SHA-256 of the tokens. Raises DataError if it, or an id, does not match the metadata."""
     sha256 = hashlib.sha256(tokens.data).hexdigest()
     if metadata.tokens_sha256 not in (None, sha256):
         raise DataError(
-            f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
+            f"{bin_path} does not match {metadata.path.name}: its SHA-256 is {sha256[:16]}..., expected "
             f"{metadata.tokens_sha256[:16]}.... Copy both again, or run tokenize_local_bpe.py again."
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= metadata.vocab_size:
         raise DataError(
             f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
-            f"that {metadata.path.name} gives. The file was written with another dtype than {metadata.dtype}, or with "
-            "another tokenizer: run tokenize_local_bpe.py again."
+            f"in {metadata.path.name}. Its dtype is not {metadata.dtype}, or its tokenizer is another one. Run "
+            "tokenize_local_bpe.py again."
         )
     return sha256
 
 
 def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, bytes]:
-    """Returns the tokenizer and its file. Raises DataError if the tokens were made with another one."""
+    """Return the tokenizer and the content of its file. Raises DataError if it does not match the metadata."""
     tokenizer, content = load_tokenizer(path), path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     if metadata.tokenizer_sha256 not in (None, sha256):
         raise DataError(
-            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., "
-            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
+            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., but "
+            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written with them."
         )
     if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
         raise DataError(
-            f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
-            f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
+            f"{path} is a {tokenizer.kind} tokenizer with {tokenizer.vocab_size:,} ids, but {metadata.path.name} says "
+            f"{metadata.tokenizer_type} with {metadata.vocab_size:,}. Use the one written with the tokens."
         )
     return tokenizer, content
 
 
 def read_mask(metadata: TokenMetadata) -> np.ndarray:
-    """(total_tokens,) bool: which tokens are in answers. Raises DataError if the metadata describes another file."""
-    path = metadata.beside("mask_file")
+    """Return which tokens are in answers, (total_tokens,) bool. Raises DataError if the file does not match the
+    metadata."""
+    path = metadata.path_beside("mask_file")
     if not path.exists():
-        raise DataError(f"There is no file {path}; {metadata.path} describes it.")
+        raise DataError(f"{path} is missing, but {metadata.path} describes it.")
     size = (metadata.total_tokens + 7) // 8
     packed = np.fromfile(path, np.uint8) if path.stat().st_size == size else None
     if packed is None or metadata.mask_sha256 not in (None, hashlib.sha256(packed.data).hexdigest()):
         raise DataError(
-            f"{path} is not the mask that {metadata.path.name} describes. Copy both again, or run "
-            "tokenize_local_bpe.py again."
+            f"{path} does not match {metadata.path.name}. Copy both again, or run tokenize_local_bpe.py again."
         )
     return np.unpackbits(packed, count=metadata.total_tokens).astype(bool)

@@ -1,4 +1,4 @@
-"""data_report.md: what each file gave, and what was left out and why."""
+"""Write data_report.md: the text of each file, and what was left out and why."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.output import byte_size, cell, table_row
-from tokenization.corpus import NOT_READ, Source, unpacked_blocks
-from tokenization.dedup import EXAMPLES, Repeats
-from tokenization.encoding import Reader, Text, begins_document
+from tokenization.corpus import UNKNOWN_SUFFIX, Source, read_blocks
+from tokenization.dedup import NUM_EXAMPLES, Repeats
+from tokenization.encoding import Reader, SourceText, begins_document
 from tokenization.held_out import HeldOut
 
-LISTED, LISTED_BRIEFLY = 1000, 12  # files; lines
-NAMED = 5  # of the files that are left out for the same reason, in the terminal
+MAX_LISTED_FILES, MAX_PRINTED_LINES = 1000, 12
+MAX_PRINTED_NAMES = 5  # files left out for one reason
 
 
 @dataclass
-class OfFile:
+class FileCounts:
     documents: int = 0
     bytes: int = 0
 
 
-class Report:
-    """Collects while the text is encoded."""
+class DataReport:
+    """Collects what happens to each file while the text is encoded."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Report:
         repeats: Repeats | None,
         held_out: HeldOut | None,
     ):
-        """`skipped`: names of files that give no text, and why. `held_out` is None if the end of the text is."""
-        self.files = {source: OfFile() for source in sources}
+        """`skipped`: (name, reason) of files without text. `held_out`: None if the end of the text is held out."""
+        self.files = {source: FileCounts() for source in sources}
         self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
-        self.copies = [] if repeats else copies(sources)
-        self.words: list[str] = []  # how the vocabulary cuts words, where it is not GPT-2's way
+        self.copies = [] if repeats else find_copies(sources)
+        self.words: list[str] = []  # differences of the vocabulary from GPT-2's
 
-    def counting(self, read: Reader) -> Reader:
-        """A reader of the same text that counts it."""
+    def count_texts(self, read: Reader) -> Reader:
+        """Return a reader of the same text that counts it by file."""
 
-        def counted(on_read: Callable[[int], None]) -> Iterator[Text]:
+        def counted(on_read: Callable[[int], None]) -> Iterator[SourceText]:
             for piece in read(on_read):
                 of_file = self.files[piece.source]
                 of_file.documents += begins_document(piece)
@@ -56,51 +56,49 @@ class Report:
     def documents(self) -> int:
         return sum(of_file.documents for of_file in self.files.values())
 
-    def held_out_share(self, share: float) -> str:
-        """For the terminal: the share of the tokens that is held out, and that of each file's text."""
+    def describe_held_out(self, share: float) -> str:
+        """Describe the held-out share of the tokens (`share`) or, if known, of each file's text."""
         return (
             self.held_out.describe() if self.held_out else f"Held out for validation: the end of the text ({share:.1%})"
         )
 
-    def held_share(self, source: Source) -> str:
+    def format_share(self, source: Source) -> str:
         return f"{self.held_out.share_of(source):.0%}" if self.held_out else ""
 
-    def found(self, most: int) -> list[tuple[str, str]]:
-        """What a user may want to act on, each with its kind; of the files that are left out for one reason, `most`
-        names."""
+    def list_findings(self, most: int) -> list[tuple[str, str]]:
+        """Return (kind, text) of what a user may want to act on. `most`: names listed per reason for leaving out
+        files."""
         found = [("Words", line) for line in self.words]
         found += [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
         converted = [source for source in self.files if source.is_converted]
         found += [("Converted", f"{source.name}: {source.note}") for source in converted]
         for source in self.files:
             if source.inline_marks:
-                times = f"its mark of a document's end stands {source.inline_marks:,} times inside lines"
-                found.append(
-                    ("Note", f"{source.name}: {times}, where it separates nothing: it needs a line of its own")
-                )
+                marks = f"<|endoftext|> occurs {source.inline_marks:,} times inside lines"
+                found.append(("Note", f"{source.name}: {marks}; to separate documents, put it on its own line"))
         for copy, first in self.copies:
             earlier = first.place if first.name == copy.name else first.name
             found.append(("Twice", f"{copy.name} has the same content as {earlier}"))
         by_reason: dict[str, list[str]] = defaultdict(list)
-        for name, reason in sorted(self.skipped, key=lambda one: one[1] == NOT_READ):  # last
+        for name, reason in sorted(self.skipped, key=lambda one: one[1] == UNKNOWN_SUFFIX):  # these last
             by_reason[reason].append(name)
-        return found + [("Left out", f"{named(names, most)}: {reason}") for reason, names in by_reason.items()]
+        return found + [("Left out", f"{join_names(names, most)}: {reason}") for reason, names in by_reason.items()]
 
-    def brief(self) -> str:
-        """For the terminal."""
-        lines = [f"{kind:<10} {cell(line)}" for kind, line in self.found(NAMED)]
-        more = [f"           and {len(lines) - LISTED_BRIEFLY:,} more lines, in data_report.md"]
-        lines = lines[:LISTED_BRIEFLY] + more * (len(lines) > LISTED_BRIEFLY)
-        return "\n".join(lines).encode(errors="replace").decode()  # names may be any bytes
+    def render_brief(self) -> str:
+        """Return the findings for the terminal."""
+        lines = [f"{kind:<10} {cell(line)}" for kind, line in self.list_findings(MAX_PRINTED_NAMES)]
+        more = [f"           and {len(lines) - MAX_PRINTED_LINES:,} more lines, in data_report.md"]
+        lines = lines[:MAX_PRINTED_LINES] + more * (len(lines) > MAX_PRINTED_LINES)
+        return "\n".join(lines).encode(errors="replace").decode()  # file names may hold any bytes
 
-    def markdown(self) -> str:
-        """The whole report."""
+    def render_markdown(self) -> str:
+        """Return the whole report."""
         gave = [of_file for of_file in self.files.values() if of_file.documents]
         size = sum(each.bytes for each in gave)
         lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {self.documents:,} documents"]
-        lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.found(LISTED)]
+        lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.list_findings(MAX_LISTED_FILES)]
         if self.repeats:
-            common = self.repeats.left_out.most_common(EXAMPLES)
+            common = self.repeats.left_out.most_common(NUM_EXAMPLES)
             lines += [f"- **Repeated** {count:,} times: {cell(text)} ..." for text, count in common]
         lines.append("\n| file | made from | documents | bytes of text | held out |\n|---|---|---:|---:|---:|")
         lines += [
@@ -110,21 +108,21 @@ class Report:
                     cell(source.note) or "text",
                     f"{each.documents:,}",
                     f"{each.bytes:,}",
-                    self.held_share(source),
+                    self.format_share(source),
                 ]
             )
-            for source, each in itertools.islice(self.files.items(), LISTED)
+            for source, each in itertools.islice(self.files.items(), MAX_LISTED_FILES)
         ]
         return "\n".join(["# Data report\n", *lines]) + "\n"
 
 
-def named(names: Sequence[str], most: int) -> str:
+def join_names(names: Sequence[str], most: int) -> str:
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
-    """Each file with the content of an earlier one, and that one. Only files of the same size are read."""
+def find_copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
+    """Return (copy, original) for each file with the content of an earlier one. Reads only files of equal size."""
     sizes: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
         sizes[source.text_bytes].append(source)
@@ -132,7 +130,7 @@ def copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
     pairs = []
     for source in itertools.chain.from_iterable(group for group in sizes.values() if len(group) > 1):
         digest = hashlib.sha256()
-        for block in unpacked_blocks(source):
+        for block in read_blocks(source):
             digest.update(block)
         pairs.append((source, first.setdefault(digest.digest(), source)))
     return [(source, earlier) for source, earlier in pairs if source != earlier]

@@ -1,4 +1,4 @@
-"""The flags of the pre-tokenizer: defaults, ranges, help, and which of them contradict each other."""
+"""The flags of the pre-tokenizer: defaults, ranges, help texts and contradictions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 from common.validation import STRICT, NonEmptyText, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
-HUB = "hf://"  # how an input begins that is on the Hugging Face hub
-EXTRACTED = Path(DEFAULT_FOLDER) / "extracted"  # the text of files that are not plain text
-DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between two documents; as a special token it ends each of them
+HUB = "hf://"  # prefix of an input on the Hugging Face hub
+EXTRACTED = Path(DEFAULT_FOLDER) / "extracted"  # text extracted from other files
+DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between documents, and the special token that ends each
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -36,21 +36,23 @@ class Settings:
     )
     text_key: str = option("text", "text", "key or column that holds the text in a .jsonl file or a table")
     encoding: NonEmptyText | None = option(
-        None, "text", "that of text files that are not UTF-8 [guessed]", metavar="NAME"
+        None, "text", "encoding of text files that are not UTF-8 [guessed]", metavar="NAME"
     )
     dedup: Literal["exact"] | None = option(
-        None, "text", "exact: drop repeated documents, and paragraphs that stand in five documents or more"
+        None, "text", "exact: drop repeated documents, and paragraphs that occur in five documents or more"
     )
-    max_mb: float | None = option(None, "text", "of an hf:// input, take so much text, spread over its files", gt=0)
+    max_mb: float | None = option(
+        None, "text", "megabytes of text to take from an hf:// input, spread over its files", gt=0
+    )
     document_separator: str = option(DOCUMENT_SEPARATOR, "text", 'line between two documents; "" is a blank line')
 
-    tokenizer: Literal["bpe", "char"] | None = option(  # None: the kind of tokenizer_file, else "bpe"
+    tokenizer: Literal["bpe", "char"] | None = option(  # default: the kind of tokenizer_file, else "bpe"
         None, "vocabulary", "bpe: byte-level BPE; char: one token per character [bpe]"
     )
     tokenizer_file: NonEmptyText | None = option(
         None, "vocabulary", "use this vocabulary, of either kind, instead of learning one", metavar="FILE"
     )
-    vocab_size: int = option(  # the limits are those of BPETokenizer.train
+    vocab_size: int = option(  # same limits as BPETokenizer.train
         32_000, "vocabulary", "tokens in the vocabulary to learn", ge=259, le=10_000_000
     )
     min_frequency: int = option(2, "vocabulary", "learn only pairs that occur this often", ge=1, le=10**9)
@@ -58,7 +60,7 @@ class Settings:
         500.0, "vocabulary", "learn from at most this much text, spread evenly over the whole input", gt=0
     )
     unknown: Literal["error", "drop"] = option(
-        "error", "vocabulary", "what to do with characters that the character vocabulary lacks"
+        "error", "vocabulary", "what to do with characters outside a character vocabulary"
     )
 
     output_dir: NonEmptyText = option(DEFAULT_FOLDER, "output", "where the files go", metavar="FOLDER")
@@ -68,17 +70,17 @@ class Settings:
     train_split: float = option(
         0.9,
         "output",
-        "fraction of the text for training; the rest, passages chosen by a hash, is for validation",
+        "fraction of the text for training; passages chosen by a hash are held out for validation",
         gt=0,
         lt=1,
     )
     compress: bool = option(False, "output", "write a .bin.gz beside the .bin")
 
     chunk_size_mb: float = option(
-        4.0, "speed", "text that a thread encodes at a time; the result does not depend on it", gt=0
+        4.0, "speed", "text that a thread encodes at a time; does not change the result", gt=0
     )
     num_workers: int = option(  # at most 1000: each holds a chunk in memory
-        0, "speed", "threads that encode; 0: one per core", ge=0, le=1000
+        0, "speed", "threads for encoding; 0: one per core", ge=0, le=1000
     )
 
     @model_validator(mode="after")
@@ -86,19 +88,19 @@ class Settings:
         problems = []
         if self.format == "chat" and self.tokenizer == "char":
             problems.append(
-                "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
+                "--tokenizer char cannot encode conversations, because no character would end an answer. Leave it out"
             )
         if self.max_mb and not all(given.startswith(HUB) for given in self.input):
-            problems.append("--max_mb is for inputs that begin with hf://; leave it out")
+            problems.append("--max_mb applies only to inputs that begin with hf://; leave it out")
         try:
             codecs.lookup(self.encoding or "utf-8")
         except LookupError:
-            problems.append(f"--encoding is {self.encoding}, which Python does not know; cp1252 and utf-16 are two")
+            problems.append(f"--encoding is {self.encoding}, which Python does not know; examples: cp1252, utf-16")
         if "\n" in self.document_separator or "\r" in self.document_separator:
             problems.append('--document_separator must be a single line ("" is a blank line)')
         if self.output_name and Path(self.output_name).name != self.output_name:
             problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
-        elif self.output_name and len(os.fsencode(self.output_name)) > 200:  # its suffixes make up to 255
+        elif self.output_name and len(os.fsencode(self.output_name)) > 200:  # with suffixes, up to 255
             problems.append("--output_name is longer than 200 bytes; use a shorter one")
         if problems:
             raise ValueError("\n".join(problems))
@@ -108,16 +110,16 @@ class Settings:
 FLAGS = options_of(Settings)
 
 
-def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """Typed flags that have no effect together with the others."""
+def list_without_effect(given: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each given flag that has no effect with the others."""
     problems = []
     if "tokenizer_file" in given or given.get("tokenizer") == "char":
         reason = "with --tokenizer_file" if "tokenizer_file" in given else "with --tokenizer char"
         learning = ("vocab_size", "min_frequency", "vocab_sample_mb")
         problems += [f"--{name} has no effect {reason}; leave it out" for name in learning if name in given]
     if given.get("format") == "chat":
-        of_text = ("text_key", "document_separator", "unknown", "dedup")
-        problems += [f"--{name} is for --format text; leave it out" for name in of_text if name in given]
+        text_only = ("text_key", "document_separator", "unknown", "dedup")
+        problems += [f"--{name} applies only with --format text; leave it out" for name in text_only if name in given]
     if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
-        problems.append("--unknown drop has no effect if the vocabulary is learned from the text; leave it out")
+        problems.append("--unknown drop has no effect on a vocabulary learned from the text; leave it out")
     return problems

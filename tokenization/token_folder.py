@@ -1,6 +1,6 @@
-"""The token folder on disk: its file names, and how it has either a whole tokenization or none.
+"""The token folder on disk: its file names, and how it holds a complete tokenization or none.
 
-Unfinished files are in a work folder beside the result; `encoding.py` appends the tokens there.
+Unfinished files are in a work folder beside the result, to which `encoding.py` appends tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from common.files import (
     write_json,
 )
 from common.output import log
-from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
 
 REPORT = "data_report.md"
-MARKER = "settings.json"  # in the work folder: the fingerprint of the tokenization, and its process
-BLOCK = 1 << 16  # tokens whose text is counted at a time
+WORK_MARKER = "settings.json"  # holds the fingerprint of the tokenization, and its process
+COUNT_BLOCK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class TokenFolder:
 
     @property
     def mask(self) -> Path:
-        """For conversations: one bit per token, 1 in answers; the first token is the highest bit of the first byte."""
+        """One bit per token of conversations, 1 in answers; the first token is the highest bit of the first byte."""
         return self.folder / f"{self.name}_mask.bin"
 
     @property
     def report(self) -> Path:
-        """What was found in the text."""
+        """The data report."""
         return self.folder / REPORT
 
     @property
@@ -91,20 +91,20 @@ class TokenFolder:
 
     @property
     def document_ends(self) -> Path:
-        """Little-endian int64: where each document ends, in tokens."""
+        """The end of each document in tokens, little-endian int64."""
         return self.work / "document_ends.bin"
 
     @property
     def in_answer(self) -> Path:
-        """One byte per token, 0 or 1; packed, they become the mask."""
+        """One byte per token, 0 or 1, from which the mask is packed."""
         return self.work / "in_answer.bin"
 
     def in_work(self, path: Path) -> Path:
-        """The path of the unfinished form of a file."""
+        """Return the path of a file while it is unfinished."""
         return self.work / path.name
 
     def complete_metadata(self, fingerprint: str) -> TokenMetadata | None:
-        """The metadata if it has this fingerprint and the files it describes are whole, else None."""
+        """Return the metadata if it has this fingerprint and its files are intact, else None."""
         try:
             metadata = TokenMetadata.read(self.metadata)
             if metadata.fingerprint != fingerprint:
@@ -120,20 +120,17 @@ class TokenFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder if it does not exist, and keep other tokenizations out of it.
-
-        Raises DataError that says which process is writing into it, and since when.
-        """
+        """Create the folder if needed, and lock it. Raises DataError with the process that holds the lock, if any."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise DataError(f"{self.folder} is a file, or a part of its path is; choose another folder.") from None
-        with locked(self.folder, lambda: being_written(self.folder)):
+            raise DataError(f"{self.folder}, or a part of its path, is a file. Choose another folder.") from None
+        with locked(self.folder, lambda: in_use_error(self.folder)):
             yield
 
     def open_work(self, fingerprint: str) -> None:
-        """Create the work folder. If an interrupted tokenization of the same text and settings left one, keep it."""
-        marker = self.work / MARKER
+        """Create the work folder, or keep that of an interrupted tokenization of the same text and settings."""
+        marker = self.work / WORK_MARKER
         described = {"fingerprint": fingerprint, "session": describe_session()}
         if self.work.exists():
             try:
@@ -142,21 +139,21 @@ class TokenFolder:
                 kept = False
             if kept:
                 write_json(marker, described)
-                log.info(f"Continuing the interrupted tokenization (its work is in {self.work}).")
+                log.info(f"Continuing the interrupted tokenization in {self.work}.")
                 return
-            log.info("The text or the settings have changed since the interrupted tokenization: starting over.")
+            log.info("Starting over, because the text or the settings have changed since the interrupted tokenization.")
             shutil.rmtree(self.work)
         self.work.mkdir(parents=True)
         write_json(marker, described)
 
     def discard_leftovers(self) -> None:
-        """Remove the work folder of a process that was killed just after publishing, unless another process uses it."""
+        """Delete the work folder of a process that was killed just after publishing, unless another process uses it."""
         if self.work.exists():
             with contextlib.suppress(DataError), self.locked():
                 shutil.rmtree(self.work, ignore_errors=True)
 
     def discard_work(self) -> None:
-        """Remove the work folder, and the folder around it if that leaves it empty."""
+        """Delete the work folder, and its parent if that is then empty."""
         shutil.rmtree(self.work)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -166,23 +163,23 @@ class TokenFolder:
         return self.in_work(self.metadata).exists()
 
     def prepare_publishing(self, metadata: TokenMetadata, report: str, compress: bool) -> None:
-        """Write the metadata to the work folder, which marks it as done: `publish` then only has to move files."""
+        """Write report and metadata to the work folder. Then it is done, and `publish` only has to move files."""
         if compress:
             pack(self.in_work(self.bin), self.in_work(self.packed))
         self.in_work(self.report).write_bytes(report.encode(errors="replace"))
         metadata.write(self.in_work(self.metadata))
 
     def publish(self) -> TokenMetadata:
-        """Move the finished files to their places and return the metadata. If it is killed midway, the next call
-        completes it.
+        """Move the finished files to their places and return the metadata. If killed midway, the next call completes
+        it.
 
-        The old metadata is removed first and the new one is written last, so metadata never describes other bytes.
+        The old metadata is deleted first and the new one written last, so metadata never describes other tokens.
         """
         metadata = TokenMetadata.read(self.in_work(self.metadata))
         self.metadata.unlink(missing_ok=True)
         sync_directory(self.folder)
         if self.in_work(self.bin).exists():
-            self.packed.unlink(missing_ok=True)  # it has the old tokens
+            self.packed.unlink(missing_ok=True)  # holds the old tokens
             self.mask.unlink(missing_ok=True)
         for path in (self.bin, self.packed, self.mask, self.tokenizer, self.report):
             if self.in_work(path).exists():
@@ -193,19 +190,19 @@ class TokenFolder:
         return dataclasses.replace(metadata, path=self.metadata)
 
 
-def being_written(folder: Path) -> DataError:
+def in_use_error(folder: Path) -> DataError:
     who = ""
-    with contextlib.suppress(OSError, ValueError):  # it has just ended, or only just begun
-        who = describe_holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
+    with contextlib.suppress(OSError, ValueError):  # the other process has just ended or begun
+        who = describe_holder(max(folder.glob(f".*.partial/{WORK_MARKER}"), key=lambda path: path.stat().st_mtime))
     return DataError(
-        f"{folder} is being written by another tokenization{who}. Wait for it and run the same command again, stop it, "
-        f"or choose another folder (--output_dir here, --data_dir in training)."
+        f"Another tokenization{who} is writing to {folder}. Wait for it and run the same command again, stop it, or "
+        "choose another folder (--output_dir here, --data_dir in training)."
     )
 
 
 def find_tokens(sha256: str, folder: str | None = None) -> TokenMetadata | None:
-    """The metadata of these tokens, if they are in `folder`, or in DEFAULT_FOLDER or below."""
-    there = metadata_files(Path(folder)) if folder else []
+    """Return the metadata of tokens with this hash, if they are in `folder` or below DEFAULT_FOLDER; else None."""
+    there = find_metadata(Path(folder)) if folder else []
     for path in [*there, *sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json"))]:
         with contextlib.suppress(DataError):
             if (metadata := TokenMetadata.read(path)).tokens_sha256 == sha256:
@@ -213,53 +210,55 @@ def find_tokens(sha256: str, folder: str | None = None) -> TokenMetadata | None:
     return None
 
 
-def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
-    """Raises DataError if a folder has tokens of another kind, or of other files than `sources` (those of `inputs`),
-    compared by names and sizes, or tokens that have lost their metadata."""
+def require_same_files(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
+    """Raise DataError if a folder has tokens of another kind, of other files than `sources` (by name and size; those of
+    `inputs`), or without metadata."""
     files = [{"name": source.name, "size": source.size} for source in sources]
-    there = metadata_files(folder)
+    there = find_metadata(folder)
     lost = [] if there or holds_unfinished(folder) else sorted(path.name for path in folder.glob("*.bin*"))
     if lost:
         raise DataError(
-            f"{folder} holds {', '.join(lost)} without the metadata. The tokens stay, because a run may need them. "
-            f"Put their *_metadata.json back, or name another --data_dir."
+            f"{folder} holds {', '.join(lost)} without metadata. They are kept, because a run may need them. Restore "
+            "their *_metadata.json, or choose another --data_dir."
         )
     for path in there:
         metadata = TokenMetadata.read(path)
         if metadata.tokenizer_type != kind or list(metadata.source_files) != files:
-            raise holds_others(metadata, f"not {kind} tokens of {', '.join(inputs)} as it is now")
+            raise other_tokens_error(metadata, f"not {kind} tokens of the current {', '.join(inputs)}")
 
 
-def require_the_same(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
-    """Raises DataError if a folder has other tokens than `metadata` describes, which are those of `inputs`."""
+def require_same_tokens(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
+    """Raise DataError if a folder has other tokens than `metadata` describes (those of `inputs`)."""
     if folder.metadata.exists():
         there = TokenMetadata.read(folder.metadata)
         keys = ("tokens_sha256", "tokenizer_sha256", "train_tokens")
         if any(getattr(there, key) != getattr(metadata, key) for key in keys):
-            raise holds_others(there, f"and {', '.join(inputs)} gives other ones now ({counts_of(metadata)})")
+            raise other_tokens_error(
+                there, f"not those of the current {', '.join(inputs)} ({describe_counts(metadata)})"
+            )
 
 
-def holds_others(metadata: TokenMetadata, asked_for: str) -> DataError:
+def other_tokens_error(metadata: TokenMetadata, asked_for: str) -> DataError:
     names = metadata.source_names
     files = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
     return DataError(
         f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {files or 'another text'} "
-        f"({counts_of(metadata)}), {asked_for}. The old tokens stay, because a run may need them. Name another "
-        f"--data_dir, or leave --input out to train on the old tokens."
+        f"({describe_counts(metadata)}), {asked_for}. They are kept, because a run may need them. Choose another "
+        "--data_dir, or leave --input out to train on the old tokens."
     )
 
 
-def counts_of(metadata: TokenMetadata) -> str:
+def describe_counts(metadata: TokenMetadata) -> str:
     return f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
 
 
 def holds_unfinished(folder: Path) -> bool:
-    """Whether a tokenization into `folder` was interrupted."""
+    """Return whether a tokenization into `folder` was interrupted."""
     return any(folder.glob(".*.partial"))
 
 
 def pack(path: Path, packed: Path) -> None:
-    """Compress `path` into `packed`; the same content gives the same bytes."""
+    """Compress `path` to `packed`. The result depends on the content only."""
     with (
         open(path, "rb") as source,
         atomic_write(packed) as target,
@@ -269,15 +268,16 @@ def pack(path: Path, packed: Path) -> None:
 
 
 class TokenWriter:
-    """Appends chunks of tokens to the work folder's token file. Opened again, it continues after the last whole chunk.
+    """Appends chunks of tokens to the token file in the work folder. When reopened, continues after the last whole
+    chunk.
 
-    A chunk counts if its line is in the journal and its checksum is right; everything after it is cut off. What the
-    metadata needs is computed on the way, so that the file is not read again: `sha256` of its bytes, and `chunk_ends`,
-    (tokens, UTF-8 bytes of their text) from the start of the file to the end of each chunk.
+    A chunk is whole if its line is in the journal and its checksum matches; anything after it is cut off. Computes what
+    the metadata needs on the way, so that the file need not be read again: `sha256` of its bytes, and `chunk_ends`, the
+    (tokens, UTF-8 bytes of text) up to the end of each chunk.
     """
 
     def __init__(self, files: Sequence[BinaryIO], dtype: np.dtype, byte_lengths: np.ndarray) -> None:
-        """`files`: tokens, ends of documents, answers, journal. `byte_lengths` are those of the tokenizer."""
+        """`files`: tokens, document ends, answers, journal. `byte_lengths`: the tokenizer's."""
         self.files = files
         self.dtype, self.byte_lengths = dtype, byte_lengths
         self.documents = 0
@@ -286,12 +286,12 @@ class TokenWriter:
         *contents_of, journal = files
         ends = [0, 0, 0, 0]
         for line in journal:
-            if not line.endswith(b"\n"):  # the process was killed while it wrote this line
+            if not line.endswith(b"\n"):  # killed while writing this line
                 break
             entry = json.loads(line)
             sizes = (entry["tokens"] * dtype.itemsize, entry["documents"] * 8, entry.get("answer_bytes", 0))
             contents = [file.read(size) for file, size in zip(contents_of, sizes, strict=True)]
-            if checksum_of(contents) != entry["crc32"]:
+            if compute_checksum(contents) != entry["crc32"]:
                 break
             ends = [end + size for end, size in zip(ends, (*sizes, len(line)), strict=True)]
             self.count(contents[0], entry["documents"])
@@ -300,15 +300,15 @@ class TokenWriter:
             file.seek(end)
 
     def append(self, tokens: np.ndarray, document_ends: np.ndarray, in_answer: np.ndarray | None = None) -> None:
-        """Add a chunk's tokens, and the ends of its documents, (documents,) int64, counted from the chunk's start. For
-        conversations also which tokens are in answers, (tokens,) bool."""
+        """Append a chunk: its tokens, the ends of its documents from the start of the chunk, (documents,) int64, and
+        for conversations which tokens are in answers, (tokens,) bool."""
         contents = [
             tokens.tobytes(),
             (document_ends + self.tokens).astype("<i8").tobytes(),
             b"" if in_answer is None else in_answer.tobytes(),
         ]
         entry = {"tokens": len(tokens), "documents": len(document_ends), "answer_bytes": len(contents[2])}
-        entry["crc32"] = checksum_of(contents)
+        entry["crc32"] = compute_checksum(contents)
         contents.append((json.dumps(entry) + "\n").encode())
         for file, content in zip(self.files, contents, strict=True):
             file.write(content)
@@ -316,10 +316,10 @@ class TokenWriter:
         self.count(contents[0], len(document_ends))
 
     def count(self, content: bytes, documents: int) -> None:
-        """Count a whole chunk: `content` is the bytes of its tokens."""
+        """Count a whole chunk; `content` holds the bytes of its tokens."""
         self.sha256.update(content)
         tokens = np.frombuffer(content, self.dtype)
-        self.chunk_ends.append((self.tokens + len(tokens), self.text_bytes + text_length(tokens, self.byte_lengths)))
+        self.chunk_ends.append((self.tokens + len(tokens), self.text_bytes + count_length(tokens, self.byte_lengths)))
         self.documents += documents
 
     @property
@@ -332,29 +332,31 @@ class TokenWriter:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the text of all tokens."""
+        """UTF-8 bytes of all text."""
         return self.chunk_ends[-1][1]
 
     def text_bytes_before(self, token: int, path: Path) -> int:
-        """UTF-8 bytes of the text before `token`. Reads only the chunk around it, from the token file `path`."""
+        """Return the UTF-8 bytes of the text before `token`. Reads only its chunk from the token file `path`."""
         whole = bisect.bisect_right(self.chunk_ends, token, key=lambda end: end[0]) - 1
         start, counted = self.chunk_ends[whole]
         rest = np.memmap(path, self.dtype, "r")[start:token]
-        return counted + text_length(rest, self.byte_lengths)
+        return counted + count_length(rest, self.byte_lengths)
 
 
-def checksum_of(contents: Sequence[bytes]) -> int:
+def compute_checksum(contents: Sequence[bytes]) -> int:
     return functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), contents, 0)
 
 
-def text_length(tokens: np.ndarray, lengths: np.ndarray) -> int:
-    """Sum the bytes or characters of tokens, by those of each id: in blocks, because they take more memory than ids."""
-    return sum(int(lengths[tokens[i : i + BLOCK]].sum()) for i in range(0, len(tokens), BLOCK))
+def count_length(tokens: np.ndarray, lengths: np.ndarray) -> int:
+    """Return the sum of `lengths` (bytes or characters per id) over tokens. Works in blocks to save memory."""
+    return sum(
+        int(lengths[tokens[i : i + COUNT_BLOCK_TOKENS]].sum()) for i in range(0, len(tokens), COUNT_BLOCK_TOKENS)
+    )
 
 
 @contextlib.contextmanager
 def open_writer(folder: TokenFolder, dtype: np.dtype, byte_lengths: np.ndarray) -> Iterator[TokenWriter]:
-    """A TokenWriter on the work folder. When the block ends without an error, its tokens are on disk."""
+    """Open a TokenWriter on the work folder. When the block ends without an error, its tokens are on disk."""
     paths = (folder.in_work(folder.bin), folder.document_ends, folder.in_answer, folder.work / "chunks.jsonl")
     with contextlib.ExitStack() as stack:
         for path in paths:

@@ -19,8 +19,8 @@ from common.files import name_input
 from common.output import byte_size, duration
 from common.script import world
 from generation.passages import learned_text
-from tokenization.extract import find
-from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.extract import find_files
+from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
 from training.config import MODEL_KEYS, Config, Forecast, parse_config
 from training.data import count_windows
@@ -103,7 +103,7 @@ def require_suitable(config: Config) -> None:
     assert config.input is not None and config.companion is not None
     if not config.input.startswith(HUB) and not config.companion.startswith(HUB):
         settings = (input_settings(each) for each in (config, replace(config, input=config.companion)))
-        own, other = ({source.path for source in find(each)} for each in settings)
+        own, other = ({source.path for source in find_files(each)} for each in settings)
         if other <= own:
             raise ConfigError(
                 f"Every file of --companion {config.companion} is also in --input {config.input}. Name other text, or "
@@ -280,7 +280,7 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
     argv = build_argv(requested)
     weights = Checkpoint(best_weights(base.config, open_mirror(base.config), base.checkpoint))
     folder = str(find_or_tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights)))
-    (now,) = map(TokenMetadata.read, metadata_files(Path(folder)))
+    (now,) = map(TokenMetadata.read, find_metadata(Path(folder)))
     previous = find_previous(requested, open_mirror(requested), is_trained=False)
     saved, (kept, forecast) = previous.saved, read_choice(requested, DIAL_SOURCE)
     is_same_base = saved is None or saved.state.initialized_from == weights.weights_sha256()

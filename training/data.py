@@ -21,7 +21,7 @@ from common.machine import available_ram
 from common.output import byte_size
 from common.script import world
 from model import IGNORE_INDEX
-from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, metadata_files, read_mask, read_tokens
+from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, find_metadata, read_mask, read_tokens
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
 from tokenizer import Tokenizer
 from training.config import Config
@@ -81,8 +81,8 @@ def pack_splits(
     split, length = metadata.train_tokens, seq_len + 1
     if not is_start[0] or not is_start[split]:
         raise DataError(
-            f"{metadata.beside('mask_file')} does not belong to {metadata.bin_file}: no conversation begins at the "
-            "start of a split. Copy both files again, or run tokenize_local_bpe.py again."
+            f"{metadata.path_beside('mask_file')} does not belong to {metadata.bin_file}: no conversation begins at "
+            "the start of a split. Copy both files again, or run tokenize_local_bpe.py again."
         )
     train, val = (
         pack(tokens[part], in_answer[part], np.flatnonzero(is_start[part]), length)
@@ -227,8 +227,8 @@ class TokenData:
         """Find, verify and load the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
         bin_path, tokenizer_path, metadata_path = locate(config, data_dir)
         metadata = TokenMetadata.read(metadata_path)
-        bin_path = bin_path or metadata.beside("bin_file")
-        tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
+        bin_path = bin_path or metadata.path_beside("bin_file")
+        tokenizer_path = tokenizer_path or metadata.path_beside("tokenizer_file")
         is_chat = metadata.chat_template is not None
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
             if count <= seq_len and not is_chat:
@@ -378,7 +378,7 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
         assert config.tokenizer_file and config.metadata_file, "`contradictions` requires all three or none"
         return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
     folder = Path(data_dir or DEFAULT_FOLDER)
-    found = metadata_files(folder)
+    found = find_metadata(folder)
     if len(found) == 1:
         return None, None, found[0]
     if found:

@@ -20,7 +20,7 @@ import numpy as np
 from common.errors import ConfigError, MemoryExhausted
 from common.output import byte_size, duration, log
 from common.script import world
-from tokenization.held_out import FURTHEST
+from tokenization.held_out import MAX_SHARE_FACTOR
 from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
 from training.data import MAX_GPU_TOKENS_SHARE
@@ -69,7 +69,7 @@ RECOMPILE_SHARE = 0.25  # a second compilation finds most of its code in the cac
 MAX_EFFICIENCY_GAIN = 2.0  # FLOP/s relative to the next smaller model: larger ones use a machine better
 FEWER_THREADS_SPEEDUP = 1.1  # fewer threads are chosen only if they are this much faster
 
-MIN_HELD_OUT_SHARE = (1 - TRAIN_SHARE) / FURTHEST  # share of the tokens, in a small text
+MIN_HELD_OUT_SHARE = (1 - TRAIN_SHARE) / MAX_SHARE_FACTOR  # share of the tokens, in a small text
 
 SUGGESTED_COMPANIONS = (  # sizes and licences: docs/recipes.md
     ("books", "hf://datasets/manu/project_gutenberg/data/en-*.parquet"),

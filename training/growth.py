@@ -17,7 +17,7 @@ from common.files import read_json
 from common.script import world
 from common.validation import build
 from generation.passages import learned_text
-from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.metadata import TokenMetadata, find_metadata
 from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
 from training.mirror import Mirror
 from training.plan import find_or_tokenize, text_settings
@@ -80,7 +80,7 @@ def find_growth(config: Config) -> Growth | None:
         return None
     weights = best_weights(config, mirror, previous.checkpoint)
     folder = find_or_tokenize(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
-    (now,) = map(TokenMetadata.read, metadata_files(Path(str(folder))))
+    (now,) = map(TokenMetadata.read, find_metadata(Path(str(folder))))
     if now.tokens_sha256 == sha256:  # only the files' dates have changed
         return None
     return Growth(weights, previous.saved.state.tokens, learned_text(previous.checkpoint), now)
@@ -120,4 +120,4 @@ def read_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
 
 def read_tokens_sha256(folder: str) -> str | None:
     """Return the hash of the tokens in a folder, or None."""
-    return next((TokenMetadata.read(path).tokens_sha256 for path in metadata_files(Path(folder))), None)
+    return next((TokenMetadata.read(path).tokens_sha256 for path in find_metadata(Path(folder))), None)

@@ -17,8 +17,8 @@ from common.script import is_rank_0
 from common.tensors import meta_model, weights_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tokenization.command import folder_of, tokenize_with
-from tokenization.metadata import metadata_files
+from tokenization.command import choose_folder, tokenize_with
+from tokenization.metadata import find_metadata
 from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
 from training.config import Config
@@ -160,8 +160,8 @@ def text_settings(config: Config, previous: Previous) -> Settings:
         settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
     else:
         settings = replace(settings, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
-    folder = config.data_dir or folder_of(settings)
-    names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
+    folder = config.data_dir or choose_folder(settings)
+    names = [path.name.removesuffix("_metadata.json") for path in find_metadata(Path(folder))]
     return replace(
         settings,
         output_dir=folder,

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import DataError
-from tokenization.corpus import BLOCK_BYTES, Source, unpacked_blocks
+from tokenization.corpus import BLOCK_BYTES, Source, read_blocks
 from tokenization.documents import read_pieces
-from tokenization.extract import find, format_of, readable
-from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
-from tokenization.scripts import word_form
+from tokenization.extract import detect_format, find_files, make_readable
+from tokenization.metadata import TokenMetadata, find_metadata, read_tokens
+from tokenization.scripts import choose_word_form
 from tokenization.settings import HUB, Settings
 from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
@@ -53,7 +53,7 @@ def measure_difficulty(sample: str) -> float:
     held_out = passages[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
     known = [passage for i, passage in enumerate(passages) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     size = SMALL_VOCABULARY if len(sample) < LARGE_SAMPLE else LARGE_VOCABULARY
-    tokenizer = BPETokenizer.train(known, size, 2, *word_form(known))
+    tokenizer = BPETokenizer.train(known, size, 2, *choose_word_form(known))
     read, asked = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
     bits = count_predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
     return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))
@@ -70,7 +70,7 @@ def measure_token_ratio(sample: str, other: str) -> float:
     parts = [[text[start : start + length] for start in range(0, size, length)] for text in (sample, other)]
     for mine, theirs in (parts, parts[::-1]):
         known = mine[::2]
-        tokenizer = BPETokenizer.train(known, RATIO_VOCABULARY, 2, *word_form(known))
+        tokenizer = BPETokenizer.train(known, RATIO_VOCABULARY, 2, *choose_word_form(known))
         own_rate, other_rate = (
             sum(len(tokenizer.encode(text)) for text in part[1::2]) / count_letters("".join(part[1::2]))
             for part in (mine, theirs)
@@ -171,7 +171,7 @@ def input_settings(config: Config) -> Settings:
     assert config.input is not None
     text = str(EXAMPLES_DIR / "conversations.txt.gz") if config.input == BUILTIN_CONVERSATIONS else config.input
     settings = Settings(input=(text,), text_key=config.text_key, max_mb=config.max_mb if text.startswith(HUB) else None)
-    return replace(settings, format=format_of(find(settings), config.text_key))
+    return replace(settings, format=detect_format(find_files(settings), config.text_key))
 
 
 def choose_vocabulary(text_bytes: float) -> Vocabulary:
@@ -183,10 +183,12 @@ def measure_text(config: Config) -> TextStats:
     if not config.input:
         return measure_tokens(config)
     settings = input_settings(config)
-    found = find(settings)
+    found = find_files(settings)
     is_on_hub = config.input.startswith(HUB)
-    sources = readable(find(replace(settings, max_mb=HUB_SAMPLE_MB)) if is_on_hub else found, settings).sources
-    size = round(sum(min(source.size, source.most_bytes) for source in found))  # on the hub, some files may be packed
+    sources = make_readable(
+        find_files(replace(settings, max_mb=HUB_SAMPLE_MB)) if is_on_hub else found, settings
+    ).sources
+    size = round(sum(min(source.size, source.max_bytes) for source in found))  # on the hub, some files may be packed
     if not is_on_hub:
         size = sum(source.text_bytes for source in sources)
     if size < MIN_TEXT_BYTES:
@@ -217,7 +219,7 @@ def measure_text(config: Config) -> TextStats:
 def read_beginning(source: Source, settings: Settings, size: int) -> str:
     """Return about `size` bytes of text from the beginning of a file; conversations as raw JSON."""
     if settings.format == "chat":
-        blocks = islice(unpacked_blocks(source), math.ceil(size / BLOCK_BYTES))
+        blocks = islice(read_blocks(source), math.ceil(size / BLOCK_BYTES))
         return b"".join(blocks)[:size].decode(errors="ignore")
     text = b""
     for piece in read_pieces([source], settings.document_separator, settings.text_key):
@@ -230,12 +232,12 @@ def read_beginning(source: Source, settings: Settings, size: int) -> str:
 def measure_tokens(config: Config) -> TextStats:
     """Measure an existing token folder as `measure_text` does a text."""
     folder = Path(config.data_dir or "")
-    paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)
+    paths = [Path(config.metadata_file)] if config.metadata_file else find_metadata(folder)
     if len(paths) != 1:
         raise DataError(f"{folder} holds {len(paths)} token files; it should hold one.")
     metadata = TokenMetadata.read(paths[0])
-    bin_file = Path(config.bin_file) if config.bin_file else metadata.beside("bin_file")
-    tokenizer = load_tokenizer(config.tokenizer_file or metadata.beside("tokenizer_file"))
+    bin_file = Path(config.bin_file) if config.bin_file else metadata.path_beside("bin_file")
+    tokenizer = load_tokenizer(config.tokenizer_file or metadata.path_beside("tokenizer_file"))
     ids = read_tokens(bin_file, metadata, mapped=True)[: SAMPLE_BYTES // 4]
     sample = tokenizer.decode(ids)
     size = metadata.text_bytes or round(len(sample.encode()) / len(ids) * metadata.total_tokens)

@@ -109,7 +109,7 @@ def test_chatml() -> None:
     assert template_from_dict(template.to_dict()) == template and template_from_dict(TEMPLATE.to_dict()) == TEMPLATE
     assert WITH_TURNS.end_ids == {WITH_TURNS.special_ids[name] for name in (END, "<|im_end|>")}
     assert WITH_TURNS.special_ids["<|im_start|>"] in WITH_TURNS.unused_ids
-    with pytest.raises(TokenizerError, match=r"ChatML, and the tokenizer has no token <\|im_start\|>"):
+    with pytest.raises(TokenizerError, match=r"ChatML, but the tokenizer has no token <\|im_start\|>"):
         template.encode(BPE, messages)
     for wrong, said in (({"chatml": 1}, "a text is needed"), ({"chatml": "", "user": "User:"}, "unknown key user")):
         with pytest.raises(ValueError, match=said):

@@ -203,7 +203,7 @@ def test_the_newest_whole_checkpoint_is_found_and_the_damage_told(
     assert open_checkpoint(bad.parents[1]).path == good  # a run folder stands for its newest whole checkpoint
     shutil.rmtree(good)
     for find in (lambda: newest_valid(bad.parent), lambda: open_checkpoint(bad.parents[1])):
-        with pytest.raises(CheckpointError, match=f"no whole checkpoint(.|\n)*{bad} is damaged: .*{broken}"):
+        with pytest.raises(CheckpointError, match=f"All checkpoints are damaged(.|\n)*{bad} is damaged: .*{broken}"):
             find()
     assert newest_valid(bad.parent / "none") is None
 

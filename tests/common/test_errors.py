@@ -33,4 +33,4 @@ def test_a_panic_of_a_library_is_an_error_of_a_file(capsys: pytest.CaptureFixtur
         raise PanicException("index out of bounds")
 
     assert main([]) == 3
-    assert capsys.readouterr().err == "error: A file cannot be used, a tokenizer's probably: index out of bounds.\n"
+    assert capsys.readouterr().err == "error: A file, probably a tokenizer, cannot be used: index out of bounds.\n"

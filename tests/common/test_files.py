@@ -93,4 +93,4 @@ def test_where_a_file_system_has_no_locks_it_is_said(
     for _ in range(2):  # also after one that was killed
         with locked(tmp_path / "run", lambda: UserError("busy")):
             (tmp_path / "run").mkdir(exist_ok=True)
-        assert "has no locks" in capsys.readouterr().out
+        assert "does not support locks" in capsys.readouterr().out

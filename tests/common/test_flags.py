@@ -79,7 +79,7 @@ def test_how_a_value_that_begins_with_a_dash_is_written(
     main: Callable, words: list[str], written: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert f"A value that begins with a dash is written {written}." in capsys.readouterr().err
+    assert f"Write a value that begins with a dash as {written}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path
     write_adapters(tmp_path / "lora", tmp_path / "base")
     checkpoint = open_checkpoint(tmp_path / "lora")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="Put them back") as gone:
+    with pytest.raises(CheckpointError, match="Restore them") as gone:
         checkpoint.weights()
     with torch.random.fork_rng():
         write_model(tmp_path / "base", std=0.1)

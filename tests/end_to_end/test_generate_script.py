@@ -478,7 +478,12 @@ def test_prompts_files_that_cannot_be_used(checkpoint, fails, tmp_path):
     (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "folder").mkdir()
-    expected = {"absent.txt": "no file", "latin1.txt": "byte 3", "empty.txt": "no prompts", "folder": "is a folder"}
+    expected = {
+        "absent.txt": "No such file",
+        "latin1.txt": "byte 3",
+        "empty.txt": "no prompts",
+        "folder": "is a folder",
+    }
     for name, said in expected.items():
         message = fails(3, "--checkpoint", checkpoint, "--prompts_file", name)
         assert name in message and said in message

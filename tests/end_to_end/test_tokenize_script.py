@@ -267,7 +267,7 @@ def test_more_ids_than_16_bits_hold(tmp_path: Path) -> None:
         (["--input", "text.txt", "--max_mb", "5"], 2, "--max_mb is for inputs that begin with hf://"),
         (["--input", "hf://datasets/one", "--max_mb", "5"], 3, "is not of the form hf://datasets/OWNER/NAME"),
         (["--input", "text.txt", "--tokenizer_file", "broken.json"], 3, "broken.json is not valid JSON"),
-        (["--input", "text.txt", "--tokenizer_file", "none.json"], 3, "no tokenizer file none.json"),
+        (["--input", "text.txt", "--tokenizer_file", "none.json"], 3, "No tokenizer file none.json"),
         (["--input", "text.txt", "--vocab_size", "258"], 2, "allowed: at least 259"),
         (["--input", "text.txt", "--vocab_size", "320000000"], 2, "at most 10,000,000"),
         (["--input", "text.txt", "--min_frequency", "9" * 20], 2, "--min_frequency is 9"),
@@ -436,7 +436,7 @@ def test_a_process_that_is_stopped_continues(tmp_path: Path, how: str) -> None:
         _, error = process.communicate(timeout=20)
         assert process.returncode == (-signal.SIGKILL if how == "kill" else 130)
         assert "Traceback" not in error
-        assert how == "kill" or "The same command continues" in error
+        assert how == "kill" or "Run the same command to continue" in error
     with start(*arguments, "--output_dir", tmp_path / "out") as process:
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0 and "Continuing" in out

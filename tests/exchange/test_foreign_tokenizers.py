@@ -25,7 +25,7 @@ from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
 from tests.languages import COMPOSED, MARKED
 from tests.models import random_model
-from tokenization.documents import cut_point
+from tokenization.documents import find_cut
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import BPETokenizer
@@ -83,7 +83,7 @@ def test_ids_do_not_depend_on_where_a_long_text_is_cut(form: str) -> None:
     tokenizer, draw = ours(form), random.Random(4)
     cut_inside = 0
     for text in strings(2_000, seed=4):  # without added tokens: none of them has whitespace
-        cut = cut_point(text, draw.randrange(len(text))) if text else 0
+        cut = find_cut(text, draw.randrange(len(text))) if text else 0
         parts = [tokenizer.encode(part).tolist() for part in (text[:cut], text[cut:])]
         assert parts[0] + parts[1] == tokenizer.encode(text).tolist(), (text[:cut], text[cut:])
         cut_inside += cut > 0
@@ -137,12 +137,12 @@ def model(**keys: Any) -> Callable[[dict[str, Any]], None]:
 
 REFUSED = {
     "an added token over one of the vocabulary": (added(id=5), "added token '</think>' has the id 5, which is taken"),
-    "two added tokens with one id": (added(id=1504), "has the id 1504, .* a gap: `tokenizers` makes it 1509"),
+    "two added tokens with one id": (added(id=1504), "has the id 1504, .* a gap, so `tokenizers` uses 1509"),
     "a gap before an added token": (added(id=2000), "has the id 2000, which is taken or leaves a gap"),
-    "a negative id": (added(id=-3), "is not a file that `tokenizers` can read"),
+    "a negative id": (added(id=-3), "`tokenizers` cannot read"),
     "an id twice": (same_id_twice, "two of its tokens have the id"),
-    "a pattern that is not one": (bad_pattern, "is not a file that `tokenizers` can read: Oniguruma error"),
-    "Llama 2": (sentencepiece, r"but SentencePiece's BPE \(as in Llama 2, TinyLlama and Mistral\)\. Models"),
+    "a pattern that is not one": (bad_pattern, "`tokenizers` cannot read .*: Oniguruma error"),
+    "Llama 2": (sentencepiece, r"but SentencePiece's BPE \(as in Llama 2, TinyLlama and Mistral\)\. GPT-2"),
     "Unigram": (model(type="Unigram", unk_id=0, vocab=[["<unk>", 0.0], ["▁a", -1.0]]), "but SentencePiece's Unigram"),
     "BERT": (
         model(type="WordPiece", unk_token="a", continuing_subword_prefix="##", max_input_chars_per_word=9, vocab={}),

@@ -56,7 +56,7 @@ def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) ->
     ("damage", "code", "words"),
     [
         ("no adapters", 4, "holds no adapters; there is nothing to merge"),
-        ("another base", 4, "an adapter for another base"),
+        ("another base", 4, "holds adapters for other weights"),
         ("another rank", 4, r"adapters do not fit the base: .*\(4, 32\), not \(5, 32\)"),
         ("another tokenizer", 3, "the tokenizer of another model"),
         ("other logits", 4, "the adapted model computes other logits"),

@@ -16,7 +16,7 @@ import torch
 from common.errors import DataError
 from generate import generate_text, load_model
 from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, write_tokens
-from tokenization.token_folder import require_tokens_of
+from tokenization.token_folder import require_same_files
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.clock import Clock
@@ -65,7 +65,7 @@ def use_tokens(config: Config) -> None:
 def use_metadata(folder: Path, config: Config) -> None:
     use_tokens(config)
     with contextlib.suppress(DataError):  # it tells of no files
-        require_tokens_of(folder, ["no files"], [], "character")
+        require_same_files(folder, ["no files"], [], "character")
 
 
 def use_model(folder: Path) -> None:

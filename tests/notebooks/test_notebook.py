@@ -155,7 +155,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         assert "exactly right" in told and "What is the capital of Egypt?" in told
         steps = [row["step"] for row in read_metrics(run)]
         assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
-        assert "This run is finished: step 600" in machine.run(5)
+        assert "This run is finished at step 600" in machine.run(5)
         assert '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in machine.run(6)
         assert "What is the capital of France?" in machine.run(7)
         assert "| bits per byte |" in machine.run(8)

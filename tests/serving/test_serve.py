@@ -141,7 +141,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: Any, capsys: Any) ->
             (["--port", port], 2, f"--port {port} cannot be used (Address already in use)"),
             (["--host", "no.such.host.invalid"], 2, "--host no.such.host.invalid"),
             (["--prot", "1"], 2, "Did you mean --port?"),
-            (["--port", "0"], 4, "There is no trained model"),
+            (["--port", "0"], 4, "No trained model"),
             (["foreign", "--port", "0"], 2, "`transformers serve"),
         ):
             assert serve.main(words) == code

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from common.chat import ROLES, ChatTemplate, Message, require_order
 from tests.helpers import Killed
 from tokenization import token_folder
-from tokenization.conversations import messages_of
-from tokenization.held_out import passage_hash
+from tokenization.conversations import extract_messages
+from tokenization.held_out import hash_passage
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main, tokenize
 from tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ def chat(turns: list[Message], role: str = "role", content: str = "content") -> 
     ],
 )
 def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
-    assert messages_of(record) == messages
+    assert extract_messages(record) == messages
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
 )
 def test_what_is_no_conversation_is_said(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        messages_of(record)
+        extract_messages(record)
 
 
 def write_records(path: Path, count: int = 30) -> list[dict]:
@@ -122,7 +122,7 @@ def write_records(path: Path, count: int = 30) -> list[dict]:
 
 
 def template_text(record: dict) -> str:
-    return "".join(text for text, _ in ChatTemplate().split_turns(messages_of(record)))
+    return "".join(text for text, _ in ChatTemplate().split_turns(extract_messages(record)))
 
 
 def read_folder(folder: Path) -> tuple[TokenMetadata, np.ndarray, np.ndarray, Any]:
@@ -140,9 +140,9 @@ def test_tokens_mask_and_metadata(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "in 30 conversations" in capsys.readouterr().out
     metadata, tokens, mask, tokenizer = read_folder(tmp_path / "out")
     assert metadata.chat_template == ChatTemplate() and metadata.documents == 30
-    held_out = [passage_hash(template_text(record)) < 0.1 for record in records]
+    held_out = [hash_passage(template_text(record)) < 0.1 for record in records]
     ordered = [*itertools.compress(records, map(operator.not_, held_out)), *itertools.compress(records, held_out)]
-    expected = [ChatTemplate().encode(tokenizer, messages_of(record)) for record in ordered]
+    expected = [ChatTemplate().encode(tokenizer, extract_messages(record)) for record in ordered]
     assert tokens.tolist() == np.concatenate([ids for ids, _ in expected]).tolist()
     assert mask.tolist() == np.concatenate([counted for _, counted in expected]).tolist()
     ends = np.cumsum([len(ids) for ids, _ in expected])
@@ -257,7 +257,7 @@ TURN = st.fixed_dictionaries(
 @given(st.dictionaries(st.sampled_from(KEYS), st.lists(TURN, max_size=4) | st.text() | JSON))
 def test_any_record_is_a_conversation_or_told_to_be_none(record: dict) -> None:
     try:
-        messages = messages_of(record)
+        messages = extract_messages(record)
     except ValueError as problem:
         assert str(problem)
     else:

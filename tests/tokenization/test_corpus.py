@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from tokenization import corpus
-from tokenization.corpus import find_sources, unpacked_blocks
-from tokenization.documents import PIECE_CHARACTERS, cut_point, read_pieces, split_documents
-from tokenization.extract import readable
+from tokenization.corpus import find_sources, read_blocks
+from tokenization.documents import PIECE_CHARACTERS, find_cut, read_pieces, split_documents
+from tokenization.extract import make_readable
 from tokenization.settings import Settings
 from tokenizer_bpe import BPETokenizer
 
@@ -86,7 +86,7 @@ BPE = BPETokenizer.train(
 @given(st.text(st.sampled_from(" \n\t\r\u00a0\u3000\x1c'sdlt019.,aéл日") | st.characters(codec="utf-8")), st.data())
 @settings(max_examples=500)
 def test_a_cut_changes_no_token(text: str, data: st.DataObject) -> None:
-    cut = cut_point(text, data.draw(st.integers(0, max(len(text) - 1, 0))))
+    cut = find_cut(text, data.draw(st.integers(0, max(len(text) - 1, 0))))
     pieces = [text[:cut], text[cut:]]
     assert [i for piece in pieces for i in BPE.encode(piece).tolist()] == BPE.encode(text).tolist()
 
@@ -190,7 +190,7 @@ def test_a_line_of_json_has_a_longest_size(tmp_path: Path, monkeypatch: pytest.M
     lines = [json.dumps({"text": "x" * 700_000})] * 2
     path = write(tmp_path / name, "\n".join(lines))
     assert len(documents(path)) == 2
-    monkeypatch.setattr("tokenization.documents.LONGEST_JSON_LINE", 500_000)
+    monkeypatch.setattr("tokenization.documents.MAX_JSON_LINE_BYTES", 500_000)
     path = write(path, "\n".join(['{"text": "short"}', *lines]))
     with pytest.raises(DataError, match=rf"{name}, line 2 is longer than 500\.0 kB.*several lines"):
         documents(path)
@@ -212,11 +212,11 @@ def test_a_bad_line_of_jsonl_is_left_out_and_counted(tmp_path: Path, line: bytes
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine, too"}\n')
     assert documents(path) == ["fine", "fine, too"]
-    (source,) = readable(find_sources([str(path)]), Settings()).sources
+    (source,) = make_readable(find_sources([str(path)]), Settings()).sources
     assert source.left_out.startswith("1 of its 3 records; line 3: ") and reason in source.left_out
     path.write_bytes(b'{"text": "fine"}\n' + 2 * (line + b"\n"))
     with pytest.raises(DataError, match=r"2 of its 3 records; line 2: |it is not UTF-8"):
-        readable(find_sources([str(path)]), Settings())
+        make_readable(find_sources([str(path)]), Settings())
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="POSIX")
@@ -239,7 +239,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     for content in (whole[:-20], b"not gzip", whole[:30] + b"\0\0\0\0" + whole[34:]):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.txt\.gz is not a whole gzip file"):
-            list(unpacked_blocks(*find_sources([str(path)])))
+            list(read_blocks(*find_sources([str(path)])))
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:

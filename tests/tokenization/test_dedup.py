@@ -77,12 +77,12 @@ def test_it_leaves_what_a_simple_reference_leaves(made: list[list[str]], blank: 
     texts = [text for paragraphs in made if (text := blank.join(paragraphs))]
     pieces = [[text[start : start + size] for start in range(0, len(text), size)] for text in texts]
     repeats = Repeats(reading(pieces))
-    assert [text for text in joined(repeats.without(lambda count: None)) if text.strip()] == expected(texts)
+    assert [text for text in joined(repeats.remove(lambda count: None)) if text.strip()] == expected(texts)
 
 
 def test_hashes_that_share_a_cell_are_told_apart() -> None:
     texts = [f"{LICENCE[0]}\n\nParagraph {i} stands in this document alone, as its own number shows." for i in range(9)]
-    left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]]), cells=2).without(lambda count: None))
+    left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]]), cells=2).remove(lambda count: None))
     assert [text.split()[1] for text in left] == [str(i) for i in range(9)]
 
 

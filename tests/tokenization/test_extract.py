@@ -19,9 +19,9 @@ import tokenize_local_bpe
 from tests.helpers import without_packages
 from tests.tokenization.documents import archive, docx, epub, pdf
 from tokenization import corpus
-from tokenization.corpus import Source, Unreadable, find_sources
-from tokenization.extract import files_of, records_of
-from tokenization.isolation import Isolated
+from tokenization.corpus import Source, UnreadableError, find_sources
+from tokenization.extract import list_files, split_document
+from tokenization.isolation import IsolatedReader
 from tokenization.metadata import TokenMetadata
 from tokenization.settings import Settings
 from tokenizer import load_tokenizer
@@ -323,7 +323,7 @@ def test_a_document_longer_than_a_line_may_be_is_cut(folder: Path) -> None:
     assert tokenize() == 0
     assert sum(part.count("A line of") for part in documents()) == 125_000
 
-    parts = [record["text"] for record in records_of("\u00e9" * 6_000_000, Settings(input=("x.csv",)))]
+    parts = [record["text"] for record in split_document("\u00e9" * 6_000_000, Settings(input=("x.csv",)))]
     assert len(parts) == 2 and "".join(parts) == "\u00e9" * 6_000_000
 
 
@@ -355,15 +355,15 @@ def test_whatever_happens_to_a_file_is_its_reason(tmp_path: Path, monkeypatch: p
     Path("a.bin").write_bytes(b"x")
     (source,) = find_sources(["a.bin"])
     settings, waited = Settings(input=("a.bin",)), list[int]()
-    with Isolated(seconds=60.0) as isolated:
+    with IsolatedReader(seconds=60.0) as isolated:
         for work, reason in {
             crash: "crashed", fill_memory: "more than 2.0 GB of memory", fill_disk: "only a bomb",
             fail: "KeyError: 'nothing that anybody expected'", sleep: "takes longer than 1 s",
         }.items():  # fmt: skip
             isolated.seconds = 1.0 if work is sleep else 60.0
-            with pytest.raises(Unreadable, match=reason):
+            with pytest.raises(UnreadableError, match=reason):
                 isolated.call(work, source, settings, lambda: waited.append(1))
-            assert isolated.call(files_of, source, settings, lambda: None) == [source]
+            assert isolated.call(list_files, source, settings, lambda: None) == [source]
     assert waited
 
 

@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from tests.helpers import WORDS
 from tokenization.corpus import Source, find_sources
 from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
-from tokenization.encoding import Text
-from tokenization.held_out import MOST, MOST_BYTES, HeldOut, choose_held_out, passage_hash, passages
+from tokenization.encoding import SourceText
+from tokenization.held_out import (
+    MAX_HELD_OUT_BYTES,
+    MAX_PASSAGE,
+    HeldOut,
+    choose_held_out,
+    hash_passage,
+    split_passages,
+)
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main
 from tokenizer import load_tokenizer
@@ -47,17 +54,19 @@ def pieces_of(texts: Sequence[str], size: int = PIECE_CHARACTERS) -> Iterator[Pi
             )
 
 
-def split(texts: Sequence[str], limit: float = 0.1, size: int = PIECE_CHARACTERS) -> tuple[list[Text], list[Text]]:
+def split(
+    texts: Sequence[str], limit: float = 0.1, size: int = PIECE_CHARACTERS
+) -> tuple[list[SourceText], list[SourceText]]:
     """The pieces of both splits."""
     held_out = HeldOut(limit)
-    ordered = list(held_out.last(lambda on_read: pieces_of(texts, size))(lambda count: None))
+    ordered = list(held_out.move_to_end(lambda on_read: pieces_of(texts, size))(lambda count: None))
     ends = [number for number, piece in enumerate(ordered, 1) if piece.ends_document]
     cut = ([0, *ends])[len(ends) - held_out.documents]
     return ordered[:cut], ordered[cut:]
 
 
 def cut_up(text: str) -> list[str]:
-    return [piece.text for piece in passages(pieces_of([text]))]
+    return [piece.text for piece in split_passages(pieces_of([text]))]
 
 
 @given(
@@ -68,8 +77,8 @@ def test_both_splits_together_are_the_text_however_it_is_read(shapes: dict[int, 
     texts = [story(seed, characters) for seed, characters in shapes.items()]
     trained, held = split(texts, size=size)
     assert [piece.text for piece in trained] == [piece.text for piece in split(texts)[0]]
-    whole = [piece.text for piece in passages(pieces_of(texts, size))]
-    assert "".join(whole) == "".join(texts) and max(map(len, whole)) <= MOST
+    whole = [piece.text for piece in split_passages(pieces_of(texts, size))]
+    assert "".join(whole) == "".join(texts) and max(map(len, whole)) <= MAX_PASSAGE
     assert sum(len(piece.text) for piece in [*trained, *held]) == sum(map(len, texts))
     for side in (trained, held):  # each side is made of whole documents
         assert [piece.begins_document for piece in side] == [True, *(piece.ends_document for piece in side)][:-1]
@@ -104,8 +113,8 @@ def test_a_book_gives_its_share_whatever_chance_does(sizes: list[int], seed: int
 
 def test_copies_are_on_one_side_in_other_line_ends_and_beside_other_text() -> None:
     book = story(7, 300_000)
-    alone = {piece.text.strip() for piece in passages(pieces_of([book]))}
-    held = [text for text in alone if passage_hash(text) < 0.1]
+    alone = {piece.text.strip() for piece in split_passages(pieces_of([book]))}
+    held = [text for text in alone if hash_passage(text) < 0.1]
     for other in (f"\n{book}", f"{story(8, 900)}{book}", book + story(9, 5000)):
         trained, validation = (" ".join(piece.text for piece in side) for side in split([book, other]))
         assert sum(text in trained for text in held) <= 3 and sum(text in validation for text in held) == len(held)
@@ -179,4 +188,4 @@ def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path) -> N
 
     of_100_gb, of_100_mb = (choose_held_out(read, 0.1, size)[0] for size in (10**11, 10**8))
     assert of_100_gb and of_100_mb
-    assert of_100_gb.limit == MOST_BYTES / 10**11 and of_100_mb.limit == 0.1
+    assert of_100_gb.limit == MAX_HELD_OUT_BYTES / 10**11 and of_100_mb.limit == 0.1

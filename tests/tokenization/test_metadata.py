@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.metadata import TokenMetadata, find_metadata
 
 names = st.text("abc.", min_size=1, max_size=8)
 counts = st.integers(0, 2**40)
@@ -49,4 +49,4 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, written: TokenMetadat
     assert None not in content.values(), "what was not counted is absent"
     assert content["train_tokens"] + content["val_tokens"] == content["total_tokens"]
     assert content["bytes_per_token"] == {"uint16": 2, "int16": 2, "int32": 4}[content["dtype"]]
-    assert metadata_files(path.parent) == [path]
+    assert find_metadata(path.parent) == [path]

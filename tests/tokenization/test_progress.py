@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tokenization import command
-from tokenization.command import BytesRead
+from tokenization.command import ByteProgress
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_a_log_gets_a_line_now_and_then(pass_time: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
-    with BytesRead("Encoding", 100_000_000) as read:
+    with ByteProgress("Encoding", 100_000_000) as read:
         read.start_at(40_000_000)  # by a session before
         for _ in range(120):
             pass_time(0.5)
@@ -46,8 +46,8 @@ def test_a_terminal_has_a_bar_that_says_what_goes_on(
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with BytesRead("Learning", 4_000) as read:
-        for text in read.to_the_end_of(["a", "b"]):
+    with ByteProgress("Learning", 4_000) as read:
+        for text in read.until_end(["a", "b"]):
             read.add(2_000 * len(text))
         assert terminal.getvalue().split("\r")[-1].startswith("Learning:")
         read.wait("merging pairs")

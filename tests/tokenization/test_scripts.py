@@ -15,9 +15,9 @@ import tokenize_local_bpe
 from tests.helpers import run_script
 from tests.languages import COMPOSED, MARKED, PLAIN
 from tokenization.corpus import find_sources
-from tokenization.documents import PIECE_CHARACTERS, between_letters, read_pieces
-from tokenization.held_out import passage_end
-from tokenization.scripts import WordForm, word_form
+from tokenization.documents import PIECE_CHARACTERS, find_letter_boundary, read_pieces
+from tokenization.held_out import find_passage_end
+from tokenization.scripts import WordForm, choose_word_form
 from tokenizer import character_counts
 from tokenizer_bpe import BPETokenizer
 
@@ -28,7 +28,7 @@ WITHOUT_SPACES = ("Thai", "Lao", "Khmer")
 def test_words_with_marks_are_whole(language: str) -> None:
     """With GPT-2's pattern, each mark is a token of its own at least."""
     text = MARKED[language]
-    form = word_form([text])
+    form = choose_word_form([text])
     assert form == WordForm("qwen35")
     learned, before = (BPETokenizer.train([f"{text}\n" * 3], 2_000, 2, *each) for each in (form, WordForm()))
     assert learned.fast is not None and learned.decode(learned.encode(text)) == text
@@ -41,16 +41,16 @@ def test_words_with_marks_are_whole(language: str) -> None:
 @pytest.mark.parametrize("language", PLAIN)
 def test_other_texts_keep_gpt2s_pattern(language: str) -> None:
     """Also with the marks of emoji, and with a word of another script in many."""
-    assert word_form([PLAIN[language]]) == WordForm()
-    assert word_form([*[PLAIN[language]] * 50, "हिन्दी"]) == WordForm()
-    assert word_form([PLAIN[language], MARKED["Hindi"]]) == WordForm("qwen35")
+    assert choose_word_form([PLAIN[language]]) == WordForm()
+    assert choose_word_form([*[PLAIN[language]] * 50, "हिन्दी"]) == WordForm()
+    assert choose_word_form([PLAIN[language], MARKED["Hindi"]]) == WordForm("qwen35")
 
 
 @pytest.mark.parametrize("language", COMPOSED)
 def test_letters_with_separate_accents_are_composed_here_and_in_prompts(language: str) -> None:
     text = COMPOSED[language]
     apart = unicodedata.normalize("NFD", text)
-    assert word_form([text]) == WordForm() and word_form([apart]) == WordForm("gpt-2", to_nfc=True)
+    assert choose_word_form([text]) == WordForm() and choose_word_form([apart]) == WordForm("gpt-2", to_nfc=True)
     learned = BPETokenizer.train([apart + "\n"] * 3, 2_000, 2, "gpt-2", True)
     assert learned.encode(apart).tolist() == learned.encode(text).tolist()
     assert learned.decode(learned.encode(apart)) == text and learned.fast is not None
@@ -59,7 +59,7 @@ def test_letters_with_separate_accents_are_composed_here_and_in_prompts(language
 def test_marks_that_compose_to_nothing_stay() -> None:
     """NFC parts the letters of Hindi and of Hebrew that Unicode has in one; so they keep what the text has."""
     text = "\u0958\u093f\u0938\u094d\u092e \u0959\u093c\u0947\u0924 " * 50
-    form = word_form([text])
+    form = choose_word_form([text])
     assert form == WordForm("qwen35") and BPETokenizer.train([text], 400, 2, *form).normalizer is None
 
 
@@ -71,7 +71,7 @@ def test_a_text_without_spaces_is_cut_between_letters(language: str, tmp_path: P
     pieces = [piece.text for piece in read_pieces(find_sources([str(tmp_path / "a.txt")]))]
     assert len(pieces) > 1 and "".join(pieces) == text
     start, passages = 0, []
-    while end := passage_end(text, start, is_whole=True):
+    while end := find_passage_end(text, start, is_whole=True):
         passages.append(text[start:end])
         start = end
     assert not any(is_mark(part[0]) for part in [*pieces, *passages])
@@ -82,8 +82,8 @@ def is_mark(character: str) -> bool:
 
 
 def test_a_row_of_marks_alone_is_cut_somewhere() -> None:
-    assert between_letters("a" + "\u0301" * 100, 90) == 90
-    assert between_letters("xक्\u200dष", 4) == 1, "the joiner belongs to both letters"
+    assert find_letter_boundary("a" + "\u0301" * 100, 90) == 90
+    assert find_letter_boundary("xक्\u200dष", 4) == 1, "the joiner belongs to both letters"
 
 
 @pytest.mark.parametrize("language", ["Thai", "Burmese", "Chinese"])

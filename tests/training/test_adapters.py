@@ -170,7 +170,7 @@ def test_another_base_in_the_place_of_the_old_is_refused(train: Callable, copy_o
     assert train(tmp_path / "lora", **flags, max_steps=6).code == 0
     assert train(copy_of, seed=5, resume="never").code == 0
     result = train(tmp_path / "lora", **flags, max_steps=12)
-    assert result.code == 4 and "an adapter for another base" in result.err and str(copy_of) in result.err
+    assert result.code == 4 and "holds adapters for other weights" in result.err and str(copy_of) in result.err
     code = generate.main(["--checkpoint", str(tmp_path / "lora"), "--prompt", "the", "--device", "cpu"])
     assert code == 4
 

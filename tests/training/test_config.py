@@ -136,7 +136,7 @@ def test_all_problems_of_all_layers_are_reported_together(tmp_path: Path) -> Non
 def test_heads_that_do_not_divide_the_width_are_refused_with_heads_that_do() -> None:
     message = refusal("--embed_dim", "770", "--num_heads", "12")
     assert "12" in message and "770" in message
-    offered = [int(n) for n in re.search(r"these do: ([\d, ]+)", message)[1].split(",")]
+    offered = [int(n) for n in re.search(r"the nearest that do: ([\d, ]+)", message)[1].split(",")]
     assert offered and all(770 % n == 0 for n in offered)
 
 

@@ -161,7 +161,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
     write(tmp_path / "empty.jsonl")
-    for name, said in (("absent.jsonl", "no file"), ("latin.jsonl", "byte 12"), ("empty.jsonl", "no prompts")):
+    for name, said in (("absent.jsonl", "No such file"), ("latin.jsonl", "byte 12"), ("empty.jsonl", "no prompts")):
         with pytest.raises(DataError) as caught:
             read_prompts(tmp_path / name)
         assert name in str(caught.value) and said in str(caught.value)

@@ -1,4 +1,4 @@
-"""Zip archives: the files in them, read without unpacking them to the disk, and the parts of EPUB and Word files."""
+"""Read zip archives without unpacking them to disk, and the parts of EPUB files."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
-from tokenization.corpus import MOST_UNPACKED, SMALL, Source, Unreadable
+from tokenization.corpus import ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO, Source, UnreadableError
 
-ENCRYPTED = 0x1  # a flag of a member
+ENCRYPTED = 0x1  # flag of a member
 
 
-def members_of(source: Source) -> list[Source]:
-    """The files in an archive. Two may have the same name."""
-    with source.open() as file, opened(file) as archive:
+def list_members(source: Source) -> list[Source]:
+    """Return the files in an archive; two may have the same name. Raises UnreadableError."""
+    with source.open() as file, open_zip(file) as archive:
         infos = [(number, info) for number, info in enumerate(archive.infolist()) if not info.is_dir()]
     if any(info.flag_bits & ENCRYPTED for _, info in infos):
-        raise Unreadable("it has a password")
+        raise UnreadableError("it has a password")
     if not infos:
-        raise Unreadable("it holds no file")
-    if sum(info.file_size for _, info in infos) > max(SMALL, MOST_UNPACKED * source.size):
-        raise Unreadable(f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does")
+        raise UnreadableError("it has no files")
+    if sum(info.file_size for _, info in infos) > max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size):
+        raise UnreadableError(f"it unpacks to more than {MAX_UNPACK_RATIO} times its size, like a zip bomb")
     return [replace(source, name=f"{source.name}/{info.filename}", member=number) for number, info in infos]
 
 
 @contextlib.contextmanager
-def opened(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
+def open_zip(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(file) as archive:
             yield archive
     except (zipfile.BadZipFile, OSError) as error:
-        raise Unreadable(f"it is damaged ({error})") from None
+        raise UnreadableError(f"it is damaged ({error})") from None
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     try:
         return archive.read(name)
     except KeyError:
-        raise Unreadable(f"its part {name} is missing") from None
+        raise UnreadableError(f"its part {name} is missing") from None

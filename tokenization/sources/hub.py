@@ -1,4 +1,4 @@
-"""Files of a dataset on the Hugging Face hub: `hf://datasets/OWNER/NAME[@REVISION][/PATTERN]`."""
+"""Read files of a dataset on the Hugging Face hub: `hf://datasets/OWNER/NAME[@REVISION][/PATTERN]`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from typing import BinaryIO
 
 from common.errors import DataError
 from common.files import read_json, write_json
-from tokenization.corpus import Source, unpacked_name
+from tokenization.corpus import Source, strip_packing
 from tokenization.settings import EXTRACTED, HUB
 
-ADDRESS = re.compile(rf"{HUB}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
-BYTES_OF_A_FILE = 5_000_000  # at least, if a part of a dataset is taken: opening a file takes seconds
+ADDRESS_PATTERN = re.compile(rf"{HUB}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
+MIN_BYTES_PER_FILE = 5_000_000  # with --max_mb; opening a file takes seconds
 
 
 @dataclass(frozen=True)
 class HubSource(Source):
-    """Its path is that on the hub, with the commit."""
+    """A file on the hub. Its path is that on the hub, with the commit."""
 
     def open(self) -> BinaryIO:
-        """Reads only what is asked for, and tries again by itself."""
+        """Open the file. Reads only the parts needed, and retries."""
         from huggingface_hub import HfFileSystem
 
-        return self.unpacked(HfFileSystem().open(self.path.as_posix(), "rb"))
+        return self.unpack(HfFileSystem().open(self.path.as_posix(), "rb"))
 
 
-def hub_sources(address: str, suffixes: tuple[str, ...], max_mb: float | None) -> list[HubSource]:
-    """The files that an address names, at the commit that it led to when it was first used. With `max_mb` a part of
-    them, spread evenly.
+def find_hub_sources(address: str, suffixes: tuple[str, ...], max_mb: float | None) -> list[HubSource]:
+    """Return the files that an address names, at the commit of its first use. With `max_mb`, an evenly spread part of
+    them.
 
     Raises DataError.
     """
-    match = ADDRESS.fullmatch(address)
+    match = ADDRESS_PATTERN.fullmatch(address)
     if not match:
-        raise DataError(f"{address} is not of the form hf://datasets/OWNER/NAME[@REVISION]/PATTERN.")
+        raise DataError(f"{address} does not have the form hf://datasets/OWNER/NAME[@REVISION]/PATTERN.")
     repository, revision, pattern = match[1], match[2], (match[3] or "").strip("/")
     listing = EXTRACTED / f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.json"
     if not listing.exists():
-        with hub_problems(address):
+        with hub_errors(address):
             from huggingface_hub import HfApi
 
             info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
@@ -55,27 +55,27 @@ def hub_sources(address: str, suffixes: tuple[str, ...], max_mb: float | None) -
     names = [
         name
         for name in sorted(known["files"])
-        if unpacked_name(name).endswith(suffixes)
+        if strip_packing(name).endswith(suffixes)
         and (pattern != "" or not name.endswith("README.md"))
         and (not pattern or fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}/"))
     ]
     if not names:
-        raise DataError(f"{address} names no file of text; the dataset has {', '.join(list(known['files'])[:10])}.")
+        raise DataError(f"{address} names no text file. The dataset has {', '.join(list(known['files'])[:10])}.")
     most = math.inf
     if max_mb:
-        taken = max(1, min(len(names), int(1e6 * max_mb / BYTES_OF_A_FILE)))
+        taken = max(1, min(len(names), int(1e6 * max_mb / MIN_BYTES_PER_FILE)))
         names, most = [names[number * len(names) // taken] for number in range(taken)], 1e6 * max_mb / taken
     at = f"datasets/{repository}@{known['commit']}"
-    return [HubSource(Path(at, name), f"{at}/{name}", known["files"][name], 0, most_bytes=most) for name in names]
+    return [HubSource(Path(at, name), f"{at}/{name}", known["files"][name], 0, max_bytes=most) for name in names]
 
 
 @contextlib.contextmanager
-def hub_problems(address: str) -> Iterator[None]:
-    """Gives the errors of the network and the hub as DataError."""
+def hub_errors(address: str) -> Iterator[None]:
+    """Turn errors of the network and the hub into DataError."""
     try:
         yield
     except ImportError:
-        raise DataError(f"{address} needs huggingface_hub: pip install huggingface_hub") from None
+        raise DataError(f"{address} needs huggingface_hub (pip install huggingface_hub).") from None
     except Exception as error:
         if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):  # or httpx2
             raise

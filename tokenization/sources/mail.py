@@ -1,4 +1,4 @@
-"""Text of e-mail: .eml files and .mbox mailboxes."""
+"""Extract the text of e-mail: .eml files and .mbox mailboxes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from email.message import EmailMessage
 from typing import BinaryIO
 
 from tokenization.documents import BadRecord
-from tokenization.encodings import decoded
-from tokenization.sources.markup import text_of_html
+from tokenization.encodings import decode
+from tokenization.sources.markup import html_to_text
 
-ANSWERS = re.compile(r"^((re|fwd?|aw|wg|sv|tr|rv)\s*:\s*)+", re.I)  # before the subject of an answer
+REPLY_PREFIX = re.compile(r"^((re|fwd?|aw|wg|sv|tr|rv)\s*:\s*)+", re.I)  # "Re:" in several languages
 
 
-def mbox_documents(file: BinaryIO) -> Iterator[str | BadRecord]:
-    """A message is a document. Each begins with a line "From ..." after a blank line. What a reply quotes of an earlier
-    message is left out."""
-    seen: set[str] = set()  # lines, and subjects
-    for number, content in enumerate(messages(file), 1):
+def read_mbox(file: BinaryIO) -> Iterator[str | BadRecord]:
+    """Yield each message as a document, without quotes of earlier messages."""
+    seen: set[str] = set()  # lines and subjects
+    for number, content in enumerate(split_messages(file), 1):
         try:
-            yield without_quotes(*parts_of_message(content), seen)
-        except Exception as problem:  # the parser raises errors of many kinds
+            yield remove_quotes(*read_message(content), seen)
+        except Exception as problem:  # the parser raises many kinds of errors
             yield BadRecord(f"message {number}", f"{type(problem).__name__}: {problem}"[:200])
 
 
-def messages(file: BinaryIO) -> Iterator[bytes]:
+def split_messages(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the messages of a mailbox. Each begins with a line "From ..." after a blank line."""
     lines: list[bytes] = []
     for line in file:
         if line.startswith(b"From ") and (not lines or not lines[-1].strip()):
@@ -40,30 +40,30 @@ def messages(file: BinaryIO) -> Iterator[bytes]:
     yield b"".join(lines)
 
 
-def eml_documents(file: BinaryIO) -> Iterator[str]:
-    yield without_quotes(*parts_of_message(file.read()), set())
+def read_eml(file: BinaryIO) -> Iterator[str]:
+    yield remove_quotes(*read_message(file.read()), set())
 
 
-def parts_of_message(content: bytes) -> tuple[str, str]:
-    """Return its subject and its text, without attachments and pictures."""
+def read_message(content: bytes) -> tuple[str, str]:
+    """Return the subject and text of a message, without attachments and pictures."""
     message = email.message_from_bytes(content, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     body = message.get_body(("plain", "html"))
     if body is None:
         return "", ""
     text = "\ufffd"
-    with contextlib.suppress(LookupError, ValueError):  # an encoding that nobody knows
+    with contextlib.suppress(LookupError, ValueError):  # unknown encoding
         text = str(body.get_content())
     if "\ufffd" in text:
         payload = body.get_payload(decode=True)
-        text = decoded(payload if isinstance(payload, bytes) else b"")
+        text = decode(payload if isinstance(payload, bytes) else b"")
     is_html = body.get_content_type() == "text/html"
-    return str(message.get("subject", "")).strip(), (text_of_html(text) if is_html else text).strip()
+    return str(message.get("subject", "")).strip(), (html_to_text(text) if is_html else text).strip()
 
 
-def without_quotes(subject: str, text: str, seen: set[str]) -> str:
-    """Return a message without the lines that it quotes of those `seen`, and without their introduction ("On Monday
-    Anna wrote:"); its own subject and lines are seen from now on."""
+def remove_quotes(subject: str, text: str, seen: set[str]) -> str:
+    """Return a message without quotes of lines in `seen`, and without their introduction ("On Monday Anna wrote:"). Add
+    its own subject and lines to `seen`."""
     kept: list[str] = []
     for line in text.splitlines():
         own = line.lstrip("> ").rstrip()
@@ -74,7 +74,7 @@ def without_quotes(subject: str, text: str, seen: set[str]) -> str:
         kept.append(line)
         if own:
             seen.add(own)
-    topic = ANSWERS.sub("", subject)
+    topic = REPLY_PREFIX.sub("", subject)
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
     if topic != subject and topic in seen:
         return body

@@ -1,4 +1,4 @@
-"""Text of EPUB and HTML files."""
+"""Extract the text of EPUB and HTML files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import BinaryIO
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from tokenization.corpus import Unreadable
-from tokenization.encodings import decoded
-from tokenization.sources.archives import opened, read_member
+from tokenization.corpus import UnreadableError
+from tokenization.encodings import decode
+from tokenization.sources.archives import open_zip, read_member
 
-HIDDEN = {"head", "script", "style", "nav", "svg"}  # elements whose text nobody reads
-NOTES = ("noteref", "doc-noteref", "doc-backlink")  # marks of notes, and the way back
-BLOCKS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "blockquote", "section", "table"}
-BREAK = "\x1e"  # a line break of the layout; those within <pre> belong to the text
-# What encrypts fonts so that they are of no use elsewhere. The text of such a book is not encrypted.
-OF_FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
-DECLARED = re.compile(rb"""<(?:\?xml|meta)\s[^>]*?(?:encoding|charset)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
+HIDDEN_ELEMENTS = {"head", "script", "style", "nav", "svg"}  # elements with invisible text
+NOTE_MARKS = ("noteref", "doc-noteref", "doc-backlink")  # links to notes, and back
+BLOCK_ELEMENTS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "blockquote", "section", "table"}
+BREAK = "\x1e"  # a line break of the layout, unlike those in <pre>
+# Encryption of embedded fonts. The text of such a book is not encrypted.
+FONT_ENCRYPTION = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+DECLARED_ENCODING = re.compile(rb"""<(?:\?xml|meta)\s[^>]*?(?:encoding|charset)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
 
 
-class TextOfHTML(HTMLParser):
-    """Collects the text of a page: a blank line between blocks, one space for white space, except in <pre>."""
+class HTMLText(HTMLParser):
+    """Collects the text of a page, with a blank line between blocks, and one space for white space except in <pre>."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class TextOfHTML(HTMLParser):
         self.note = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.hidden += tag in HIDDEN
+        self.hidden += tag in HIDDEN_ELEMENTS
         self.preformatted += tag == "pre"
-        self.note = tag == "a" and any(key in ("epub:type", "role") and value in NOTES for key, value in attrs)
-        self.parts.append(BREAK if tag == "br" else 2 * BREAK if tag in BLOCKS else "")
+        self.note = tag == "a" and any(key in ("epub:type", "role") and value in NOTE_MARKS for key, value in attrs)
+        self.parts.append(BREAK if tag == "br" else 2 * BREAK if tag in BLOCK_ELEMENTS else "")
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
-        self.parts.append(BREAK if tag == "br" else "")  # in XHTML <script/> and <p/> are empty
+        self.parts.append(BREAK if tag == "br" else "")  # <script/> and <p/> are empty in XHTML
 
     def handle_endtag(self, tag: str) -> None:
-        self.hidden = max(0, self.hidden - (tag in HIDDEN))
+        self.hidden = max(0, self.hidden - (tag in HIDDEN_ELEMENTS))
         self.preformatted = max(0, self.preformatted - (tag == "pre"))
         self.note = False
-        self.parts.append(2 * BREAK if tag in BLOCKS else "")
+        self.parts.append(2 * BREAK if tag in BLOCK_ELEMENTS else "")
 
     def handle_data(self, data: str) -> None:
         if not self.hidden and not self.note:
@@ -58,19 +58,19 @@ class TextOfHTML(HTMLParser):
         return re.sub(f"{BREAK}{{3,}}", 2 * BREAK, spaced).replace(BREAK, "\n").strip()
 
 
-def text_of_html(page: str) -> str:
-    parser = TextOfHTML()
+def html_to_text(page: str) -> str:
+    parser = HTMLText()
     parser.feed(page)
     parser.close()
     return parser.text
 
 
-def epub_documents(file: BinaryIO) -> Iterator[str]:
-    """A book is one document: the parts of its spine, in order, without its table of contents."""
-    with opened(file) as book:
-        root = parsed(book, "META-INF/container.xml").find(".//{*}rootfile")
+def read_epub(file: BinaryIO) -> Iterator[str]:
+    """Yield a book as one document: the parts of its spine, in order, without its table of contents."""
+    with open_zip(file) as book:
+        root = parse_xml(book, "META-INF/container.xml").find(".//{*}rootfile")
         package_name = "" if root is None else root.get("full-path", "")
-        package = parsed(book, package_name)
+        package = parse_xml(book, package_name)
         contents = {item.get("href") for item in package.iterfind("{*}guide/{*}reference[@type='toc']")}
         names = {
             item.get("id"): unquote(item.get("href", ""))
@@ -80,42 +80,42 @@ def epub_documents(file: BinaryIO) -> Iterator[str]:
         order = [item.get("idref") for item in package.iterfind("{*}spine/{*}itemref")]
         spine = [names[part] for part in order if part in names]
         if not spine:
-            raise Unreadable("it has no spine, so the order of its parts is unknown")
+            raise UnreadableError("it has no spine, which gives the order of its parts")
         folder = posixpath.dirname(package_name)
         paths = [posixpath.normpath(posixpath.join(folder, name)) for name in spine]
-        if encrypted_parts(book) & set(paths):
-            raise Unreadable("it is copy-protected (DRM)")
-        there = set(book.namelist())  # a cover page may be missing
-        pages = (decoded_page(read_member(book, path)) for path in paths if path in there)
-        yield "\n\n".join(filter(None, map(text_of_html, pages)))
+        if find_encrypted_parts(book) & set(paths):
+            raise UnreadableError("it is copy-protected (DRM)")
+        there = set(book.namelist())  # cover pages may be missing
+        pages = (decode_page(read_member(book, path)) for path in paths if path in there)
+        yield "\n\n".join(filter(None, map(html_to_text, pages)))
 
 
-def encrypted_parts(book: zipfile.ZipFile) -> set[str]:
-    """Return the parts that nothing but the shop's own reader can decrypt."""
+def find_encrypted_parts(book: zipfile.ZipFile) -> set[str]:
+    """Return the parts that only the shop's own reader can decrypt."""
     if "META-INF/encryption.xml" not in book.namelist():
         return set()
     parts = set()
-    for entry in parsed(book, "META-INF/encryption.xml").iterfind(".//{*}EncryptedData"):
+    for entry in parse_xml(book, "META-INF/encryption.xml").iterfind(".//{*}EncryptedData"):
         method, reference = entry.find("{*}EncryptionMethod"), entry.find(".//{*}CipherReference")
-        if reference is not None and (method is None or method.get("Algorithm") not in OF_FONTS):
+        if reference is not None and (method is None or method.get("Algorithm") not in FONT_ENCRYPTION):
             parts.add(unquote(reference.get("URI", "")).lstrip("/"))
     return parts
 
 
-def decoded_page(page: bytes) -> str:
-    declared = DECLARED.search(page[:2048])
-    return decoded(page, declared[1].decode("ascii") if declared else "")
+def decode_page(page: bytes) -> str:
+    declared = DECLARED_ENCODING.search(page[:2048])
+    return decode(page, declared[1].decode("ascii") if declared else "")
 
 
-def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
+def parse_xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(read_member(archive, name))
     except ElementTree.ParseError as error:
-        raise Unreadable(f"its part {name} is not XML ({error})") from None
+        raise UnreadableError(f"its part {name} is not XML ({error})") from None
 
 
-def html_documents(file: BinaryIO) -> Iterator[str]:
-    """The main text of a saved page, without menus and footers."""
+def read_html(file: BinaryIO) -> Iterator[str]:
+    """Yield the main text of a saved page, without menus and footers."""
     import trafilatura
 
     yield trafilatura.extract(file.read(), include_comments=False) or ""

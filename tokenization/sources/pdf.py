@@ -1,4 +1,4 @@
-"""Text of PDF files: its lines, joined to paragraphs where the page shows none."""
+"""Extract the text of PDF files: join lines into paragraphs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from itertools import pairwise
 from statistics import quantiles
 from typing import Any, BinaryIO, NamedTuple
 
-from tokenization.corpus import Unreadable
+from tokenization.corpus import UnreadableError
 
-DIVIDED = "\ufffe"  # pdfium's mark for a hyphen at the end of a line, whose halves it joins
-LEAST_CHARACTERS = 20  # of a page, on average: a scan has none, or only the scanner's mark
-EDGE, NEAR = 2, (-2, -1, 1, 2)  # lines of a page that may be its header or footer; pages that may repeat it
-INDENT = (0.5, 3.0)  # of a line's height
-APART = 1.4  # times the usual distance of lines
+HYPHEN_MARK = "\ufffe"  # pdfium's mark for a hyphen at a line end, where it joins the halves
+MIN_CHARACTERS_PER_PAGE = 20  # a scan has none, or only the scanner's mark
+EDGE_LINES = 2  # lines of a page that may be its header or footer
+NEARBY_PAGES = (-2, -1, 1, 2)  # offsets of pages that may repeat it
+INDENT_RANGE = (0.5, 3.0)  # relative to the height of a line
+PARAGRAPH_DISTANCE = 1.4  # relative to the usual distance of lines
 
 
 class Line(NamedTuple):
-    """Places are in points, from the lower left corner of the page."""
+    """A line of a page. Positions are in points, from the lower left corner."""
 
     text: str
     left: float
-    right: float  # of its last character, as is `last`: the halves of a divided word are in one line here
+    right: float  # right edge of its last character, which may be in the next line of the page (a divided word)
     first: float  # bottom of its first character
-    last: float
+    last: float  # bottom of its last character
     height: float
 
     @property
@@ -32,23 +33,23 @@ class Line(NamedTuple):
         return re.sub(r"[\d\s]+", "", self.text)
 
 
-def pdf_documents(file: BinaryIO) -> Iterator[str]:
-    """A PDF is one document."""
+def read_pdf(file: BinaryIO) -> Iterator[str]:
+    """Yield a PDF as one document."""
     import pypdfium2
 
     try:
         with pypdfium2.PdfDocument(file) as document:
-            pages = [lines_of(page.get_textpage()) for page in document]
+            pages = [read_lines(page.get_textpage()) for page in document]
     except pypdfium2.PdfiumError as error:
         has_password = "password" in str(error).lower()
-        raise Unreadable("it has a password" if has_password else f"it is damaged ({error})") from None
-    if sum(len(line.text) for lines in pages for line in lines) < LEAST_CHARACTERS * len(pages):
-        raise Unreadable("its pages are pictures (a scan); a program for OCR reads the text out of it")
-    yield joined(list(without_edges(pages)))
+        raise UnreadableError("it has a password" if has_password else f"it is damaged ({error})") from None
+    if sum(len(line.text) for lines in pages for line in lines) < MIN_CHARACTERS_PER_PAGE * len(pages):
+        raise UnreadableError("its pages are pictures (a scan); use an OCR program first")
+    yield join_lines(list(remove_edges(pages)))
 
 
-def lines_of(page: Any) -> list[Line]:
-    """In the order of reading, as pdfium finds it."""
+def read_lines(page: Any) -> list[Line]:
+    """Return the lines of a page in reading order, as pdfium finds it."""
     lines, start = [], 0
     for text in page.get_text_range().split("\r\n"):
         if stripped := text.strip():
@@ -56,28 +57,28 @@ def lines_of(page: Any) -> list[Line]:
             left, bottom, _, top = page.get_charbox(first, loose=True)
             _, last, right, _ = page.get_charbox(first + len(stripped) - 1, loose=True)
             height = max(1.0, top - bottom)
-            lines.append(Line(stripped.replace(DIVIDED, ""), left, right, bottom, last, height))
+            lines.append(Line(stripped.replace(HYPHEN_MARK, ""), left, right, bottom, last, height))
         start += len(text) + len("\r\n")
     return lines
 
 
-def without_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
-    """The pages without headers and footers: lines at an edge that a page nearby has too, numbers aside."""
-    tops = [{line.key for line in lines[:EDGE]} for lines in pages]
-    bottoms = [{line.key for line in lines[-EDGE:]} for lines in pages]
+def remove_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
+    """Yield the pages without headers and footers: edge lines that a nearby page has too, except for numbers."""
+    tops = [{line.key for line in lines[:EDGE_LINES]} for lines in pages]
+    bottoms = [{line.key for line in lines[-EDGE_LINES:]} for lines in pages]
     for number, lines in enumerate(pages):
-        near = [number + step for step in NEAR if 0 <= number + step < len(pages)]
+        near = [number + step for step in NEARBY_PAGES if 0 <= number + step < len(pages)]
         top, bottom = (set().union(*(edges[i] for i in near)) for edges in (tops, bottoms))
         yield [
             line
             for i, line in enumerate(lines)
-            if not (i < EDGE and line.key in top) and not (i >= len(lines) - EDGE and line.key in bottom)
+            if not (i < EDGE_LINES and line.key in top) and not (i >= len(lines) - EDGE_LINES and line.key in bottom)
         ]
 
 
-def joined(pages: Sequence[list[Line]]) -> str:
-    """The text: a blank line before what is indented, set apart or of another size; a line break after a line that is
-    shorter than it had to be."""
+def join_lines(pages: Sequence[list[Line]]) -> str:
+    """Join lines into text, with a blank line before one that is indented, set apart or of another size, and a line
+    break after one that is shorter than it had to be."""
     apart = [above.last - line.first for lines in pages for above, line in pairwise(lines)]
     apart = [distance for distance in apart if distance > 0]
     usual = quantiles(apart, n=4)[0] if len(apart) > 1 else 0.0
@@ -85,11 +86,13 @@ def joined(pages: Sequence[list[Line]]) -> str:
     above: Line | None = None
     for lines in pages:
         for line in lines:
-            least, most = (share * line.height for share in INDENT)
+            least, most = (share * line.height for share in INDENT_RANGE)
             beside = [other for other in lines if abs(other.left - line.left) <= most]
             is_new = any(least < line.left - other.left < most for other in beside)
             if above is not None:
-                is_new |= above.last - line.first > APART * usual or not 0.8 < above.height / line.height < 1.25
+                is_new |= (
+                    above.last - line.first > PARAGRAPH_DISTANCE * usual or not 0.8 < above.height / line.height < 1.25
+                )
                 room = max(other.right for other in beside) - above.right
                 word = len(line.text.split()[0]) + 1
                 is_short = room > 1.5 * word * (line.right - line.left) / len(line.text)

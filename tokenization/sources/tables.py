@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV, Parquet and Arrow files, as dictionaries."""
+"""Read rows of CSV, TSV, Parquet and Arrow files as dictionaries."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from tokenization.corpus import Unreadable
-from tokenization.documents import key_of
+from tokenization.corpus import UnreadableError
+from tokenization.documents import find_text_key
 
 Row = dict[str, Any]
-LONGEST_CELL = 1_000_000_000  # characters
-ROWS_AT_A_TIME = 64  # of Parquet: a row may be a book
+MAX_CELL_CHARACTERS = 1_000_000_000
+PARQUET_BATCH_ROWS = 64  # a row may be a book
 
 
-def csv_rows(file: BinaryIO) -> Iterator[Row]:
-    """Of UTF-8. The separator is the one of comma, semicolon and tab that the first line has most of."""
-    csv.field_size_limit(LONGEST_CELL)
+def read_csv(file: BinaryIO) -> Iterator[Row]:
+    """Yield the rows of a UTF-8 file. The separator is the most frequent of comma, semicolon and tab in the first
+    line."""
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     try:
         header = text.readline()
@@ -25,25 +26,25 @@ def csv_rows(file: BinaryIO) -> Iterator[Row]:
         names = next(csv.reader([header], delimiter=separator), [])
         yield from csv.DictReader(text, names, delimiter=separator)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise Unreadable(f"it is not a whole table ({error})") from None
+        raise UnreadableError(f"it is a damaged table ({error})") from None
 
 
-def parquet_rows(file: BinaryIO, key: str) -> Iterator[Row]:
-    """With the column of the text alone, if there is one."""
+def read_parquet(file: BinaryIO, key: str) -> Iterator[Row]:
+    """Yield the rows, with only the text column if it is known."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(file)
-        column = key_of(table.schema_arrow.names, key)
-        for batch in table.iter_batches(ROWS_AT_A_TIME, columns=[column] if column else None):
+        column = find_text_key(table.schema_arrow.names, key)
+        for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column] if column else None):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise damaged(error, "Parquet") from None
+        raise table_error(error, "Parquet") from None
 
 
-def arrow_rows(file: BinaryIO) -> Iterator[Row]:
-    """Of an IPC stream, which `datasets` writes, or an IPC file."""
+def read_arrow(file: BinaryIO) -> Iterator[Row]:
+    """Yield the rows of an IPC file, or of an IPC stream, which `datasets` writes."""
     from pyarrow import ArrowException, ipc
 
     try:
@@ -56,11 +57,11 @@ def arrow_rows(file: BinaryIO) -> Iterator[Row]:
         for batch in batches:
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise damaged(error, "Arrow") from None
+        raise table_error(error, "Arrow") from None
 
 
-def damaged(error: Exception, kind: str) -> Exception:
-    """Errors of a download are of a kind of their own, and another try may succeed."""
+def table_error(error: Exception, kind: str) -> Exception:
+    """Return the error to raise: that of a download as it is, because another try may succeed, or UnreadableError."""
     if isinstance(error, OSError) and type(error) is not OSError:
         return error
-    return Unreadable(f"it is not a whole {kind} file ({error})")
+    return UnreadableError(f"it is a damaged {kind} file ({error})")
