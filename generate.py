@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.flags import Parser, add_debug
 from common.script import script
-from generation.settings import FLAGS, Request, Sampling, settings_of
+from generation.settings import FLAGS, Request, Sampling, parse_settings
 
 if TYPE_CHECKING:
     from generation.loading import generate_text, generation_dtype, load_checkpoint, load_model
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
     parser.add_options(FLAGS)
     add_debug(parser)
     problems: list[str] = []
-    settings = settings_of(parser.read(argv, problems), problems)
+    settings = parse_settings(parser.read(argv, problems), problems)
     parser.require_none(problems)
     return settings
 

@@ -230,7 +230,7 @@ def generation(bench: Bench) -> None:
     from model import TransformerLanguageModel
     from model_config import ModelConfig
 
-    recorder, sizes = stream.step_recorder, (80, 64, 2, 2) if bench.toy else (32_000, 768, 12, 12)
+    recorder, sizes = stream.build_recorder, (80, 64, 2, 2) if bench.toy else (32_000, 768, 12, 12)
     for name, form in (("GPT-2", dict[str, Any]()), ("modern", MODERN)):
         torch.manual_seed(0)
         model = TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024, **form))
@@ -239,14 +239,14 @@ def generation(bench: Bench) -> None:
         model.to(bench.device, torch.bfloat16).eval()
         bias = torch.zeros(model.config.vocab_size, device=bench.device)
         for rows, count, is_recorded in itertools.product((1, 32), (40,) if bench.toy else (240, 1000), (False, True)):
-            stream.step_recorder = recorder if is_recorded else lambda device: None
+            stream.build_recorder = recorder if is_recorded else lambda device: None
             prompts = torch.randint(model.config.vocab_size, (rows, 16)).tolist()
             tokens = stream.stream(model, prompts, Sampling(count, temperature=0.8, top_p=0.9), bias)
             times = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(tokens, 100))]
             gaps = [1000 * (later - earlier) for earlier, later in itertools.pairwise(times)]
             figures = {"ms": statistics.median(gaps[len(gaps) // 2 :]), "first_ms": gaps[0]}
             bench.note(f"{name}, {rows} x {count} tokens{', recorded' * is_recorded}", **figures)
-    stream.step_recorder = recorder
+    stream.build_recorder = recorder
 
 
 def nanogpt(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""What generate.py does after it has read its flags: completions, a comparison, a prompt loop, scores."""
+"""The actions of generate.py: complete prompts, compare checkpoints, prompt in a loop, score files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from common.checkpoint import newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
 from common.output import cell, printable, table_row
-from generation.completion import ROWS_AT_ONCE, ends_with_space, generate, prompt_ids
+from generation.completion import ROWS_AT_ONCE, encode_prompt, ends_with_space, generate
 from generation.loading import load_checkpoint
-from generation.passages import next_sentences
-from generation.scoring import Score, json_row, meaning, score_documents, table_head, table_line
+from generation.passages import score_next_sentences
+from generation.scoring import Score, describe_score, render_head, render_score, score_documents, score_to_json
 from generation.settings import Request, Sampling
-from generation.terminal import interact, stream_one
+from generation.terminal import interact, print_stream
 from generation.trace import TracedText, describe_share
 from model import TransformerLanguageModel
 from tokenization.corpus import find_sources
@@ -34,78 +34,79 @@ from tokenization.settings import Settings
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 
-SENTENCES_FROM = 2e6  # bytes of the text, evenly spread
+NEXT_SENTENCE_BYTES = 2e6  # text sampled for next sentences
 
 
-class Opened(NamedTuple):
-    """A checkpoint that answers prompts."""
+class OpenModel(NamedTuple):
+    """An opened checkpoint."""
 
     path: Path
     model: TransformerLanguageModel
     tokenizer: Tokenizer
-    template: Template | None  # None: it continues them as text
+    template: Template | None  # None: continue prompts as text
 
     def encode(self, prompts: Iterable[str]) -> dict[str, list[int]]:
-        """The ids of each prompt, as it was trained. Raises TokenizerError for a character that it does not know."""
+        """Return {prompt: ids}, with the chat template if there is one. Raises TokenizerError for unknown
+        characters."""
         if self.template is None:
-            return {prompt: prompt_ids(self.tokenizer, prompt) for prompt in prompts}
+            return {prompt: encode_prompt(self.tokenizer, prompt) for prompt in prompts}
         return {prompt: self.template.prompt_ids(self.tokenizer, [Message("user", prompt)]) for prompt in prompts}
 
 
 def run(request: Request, sampling: Sampling) -> None:
     if request.score:
-        return score(request)
+        return print_scores(request)
     if request.compare:
-        return compare(request, sampling)
+        return print_comparison(request, sampling)
     checkpoint = open_checkpoint(request.checkpoint or newest_run())
     template = None if request.raw else checkpoint.chat_template()
     training_text = TracedText.of(checkpoint) if request.trace else None
-    opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
+    opened = OpenModel(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
     answerer = f"{checkpoint.path}: {opened.model.num_parameters():,} parameters."
     if request.interactive:
         print(answerer)
         return interact(opened.model, opened.tokenizer, sampling, template)
     asked = read_prompts(request, must_ask=template is not None)
     if template is None and opened.tokenizer.kind == "bpe" and any(map(ends_with_space, asked)):
-        print("Note: the space at the end of a prompt is left out, because words begin with theirs.", file=sys.stderr)
+        print("Note: the final space of a prompt is left out, because words begin with their space.", file=sys.stderr)
         asked = [prompt[:-1] if ends_with_space(prompt) else prompt for prompt in asked]
-    prompts = repeated(asked, request)
+    prompts = repeat_prompts(asked, request)
     encoded = opened.encode(prompts)
     print(answerer, file=sys.stderr)
     after_prompt = "" if template is None else "\n"
     if request.stream or (len(prompts) == 1 and not request.json and not request.no_stream):
         for i, prompt in enumerate(prompts):
-            separate(i)
+            print_separator(i)
             print(printable(prompt), end=after_prompt, flush=True)
             seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
-            written = stream_one(
+            written = print_stream(
                 opened.model, opened.tokenizer, encoded[prompt], seeded, is_answer=template is not None
             )
             if training_text is not None:
                 print_copied(training_text, written.text)
         return
-    for i, row in enumerate(rows_as_dicts(opened, encoded, prompts, sampling)):
+    for i, row in enumerate(complete_in_batches(opened, encoded, prompts, sampling)):
         if request.json:
             if training_text is not None:
-                row["copied"] = [span._asdict() for span in training_text.spans(row["completion"])]
+                row["copied"] = [span._asdict() for span in training_text.find_spans(row["completion"])]
             print(json.dumps(row), flush=True)
             continue
-        separate(i)
+        print_separator(i)
         print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
         if training_text is not None:
             print_copied(training_text, row["completion"])
 
 
 def print_copied(training_text: TracedText, text: str) -> None:
-    """Print the spans of a generated text that stand in the training text."""
-    spans = training_text.spans(text)
+    """Print the spans of a generated text that occur in the training text."""
+    spans = training_text.find_spans(text)
     print(f"\nCopied     {describe_share(spans, [text])}", flush=True)
     for span in spans:
         print(f'  {span.place}: "{printable(" ".join(span.text.split()))}"', flush=True)
 
 
-def score(request: Request) -> None:
-    """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
+def print_scores(request: Request) -> None:
+    """Print how well the model predicts each file, as a table or one JSON object per file. Computes in fp32."""
     sources, skipped = make_readable(find_sources(request.score), Settings(input=tuple(request.score)))
     for name, reason in skipped:
         print(f"Left out: {name}: {reason}.", file=sys.stderr)
@@ -116,69 +117,69 @@ def score(request: Request) -> None:
     context = model.config.max_seq_len
     stride = max(1, context // 2) if request.stride is None else request.stride
     if stride > context:
-        raise ConfigError(f"--stride is {stride}; use at most {context}, the context of {checkpoint.path}.")
+        raise ConfigError(f"--stride {stride} is above {context}, the context of {checkpoint.path}. Use a smaller one.")
     if not request.json:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
-    total, heads = Score(), table_head()
+    total, heads = Score(), render_head()
     for name, source in named:
-        size = None if source.is_compressed else source.size  # unpacked, it is not known yet
+        size = None if source.is_compressed else source.size  # the unpacked size is not known yet
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:
                 scored = list(score_documents(model, tokenizer, documents, stride))
             except UnknownCharacterError as error:
-                raise TokenizerError(
-                    f"{name}: {error.finding}. The model has no probability for it; remove it."
-                ) from None
+                raise TokenizerError(f"{name}: {error.finding}. The model cannot score it. Remove it.") from None
         of_file = Score()
         for document in scored:
             of_file.add(document)
         total.add(of_file)
         if not of_file.tokens:
-            nothing = f"{name} holds no text to score, or no document of two tokens or more"
+            nothing = f"{name} has no text to score: no document has two tokens"
             if len(named) == 1:
                 raise DataError(f"{nothing}.")
-            print(f"{nothing}: it is left out.", file=sys.stderr)
+            print(f"{nothing}. It is left out.", file=sys.stderr)
         elif request.json:
-            row = json_row(of_file) | {"stride": stride, "checkpoint": str(checkpoint.path)}
+            row = score_to_json(of_file) | {"stride": stride, "checkpoint": str(checkpoint.path)}
             print(json.dumps({"file": name} | row), flush=True)
         else:
             several = f", {len(scored):,} documents" if len(scored) > 1 else ""
-            print(*heads, table_line(name + several, of_file), sep="\n", flush=True)
+            print(*heads, render_score(name + several, of_file), sep="\n", flush=True)
             heads = []
     if not request.json:
         if len(named) > 1:
-            print(table_line("total", total))
-        print(f"\n{meaning(total)}")
+            print(render_score("total", total))
+        print(f"\n{describe_score(total)}")
         pieces = (piece.text for _, source in named for piece in read_pieces([source]))
-        guessed = next_sentences(model, tokenizer, sample_evenly(pieces, SENTENCES_FROM / max(1, total.bytes)))
+        guessed = score_next_sentences(
+            model, tokenizer, sample_evenly(pieces, NEXT_SENTENCE_BYTES / max(1, total.bytes))
+        )
         if guessed.of:
-            print(f"The true next sentence is likelier than another: {guessed}")
+            print(f"Next sentences picked correctly: {guessed}")
 
 
 def read_prompts(request: Request, must_ask: bool) -> list[str]:
-    """All prompts; without any, one empty prompt. A chat model `must_ask` something: it gets no empty ones."""
+    """Return all prompts, or one empty prompt if there are none. `must_ask`: leave out empty ones, for a chat model."""
     prompts = list(request.prompt)
     if request.prompts_file:
         lines = read_text(request.prompts_file, DataError, "--prompts_file").split("\n")
         prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:
-            raise DataError(f"{request.prompts_file} holds no prompts.")
+            raise DataError(f"{request.prompts_file} has no prompts.")
     if must_ask:
         prompts = [prompt for prompt in prompts if prompt.strip()]
         if not prompts:
-            raise ConfigError("A chat model needs a --prompt to answer. To generate text without a prompt, add --raw.")
+            raise ConfigError("A chat model needs a --prompt to answer. To generate text without one, add --raw.")
     return prompts or [""]
 
 
-def repeated(prompts: list[str], request: Request) -> list[str]:
+def repeat_prompts(prompts: list[str], request: Request) -> list[str]:
     return [prompt for prompt in prompts for _ in range(request.num_samples)]
 
 
-def rows_as_dicts(
-    opened: Opened, encoded: Mapping[str, list[int]], prompts: list[str], sampling: Sampling
+def complete_in_batches(
+    opened: OpenModel, encoded: Mapping[str, list[int]], prompts: list[str], sampling: Sampling
 ) -> Iterator[dict[str, Any]]:
-    """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
+    """Yield a row for each prompt, completed in batches. `tokens_per_second` is for the whole batch."""
     for first in range(0, len(prompts), ROWS_AT_ONCE):
         batch = prompts[first : first + ROWS_AT_ONCE]
         started = time.perf_counter()
@@ -197,21 +198,23 @@ def rows_as_dicts(
             }
 
 
-def compare(request: Request, sampling: Sampling) -> None:
-    """Print one table per prompt: the completion of each checkpoint."""
+def print_comparison(request: Request, sampling: Sampling) -> None:
+    """Print a table per prompt with the completions of each checkpoint."""
     answers: list[list[dict[str, Any]]] = []
-    checkpoints = [open_checkpoint(path) for path in request.compare]  # all are checked before the first is used
+    checkpoints = [open_checkpoint(path) for path in request.compare]  # checks all before using the first
     templates = [None if request.raw else checkpoint.chat_template() for checkpoint in checkpoints]
     prompts = read_prompts(request, must_ask=any(templates))
     for checkpoint, template in zip(checkpoints, templates, strict=True):
-        opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
-        answers.append(list(rows_as_dicts(opened, opened.encode(prompts), repeated(prompts, request), sampling)))
+        opened = OpenModel(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
+        answers.append(
+            list(complete_in_batches(opened, opened.encode(prompts), repeat_prompts(prompts, request), sampling))
+        )
     if request.json:
         for each in answers:
             print(*map(json.dumps, each), sep="\n")
         return
     for i, prompt in enumerate(prompts):
-        separate(i)
+        print_separator(i)
         print(table_row(["checkpoint", cell(prompt) or "(no prompt)"]))
         print(table_row(["---", "---"]))
         for each in answers:
@@ -219,6 +222,6 @@ def compare(request: Request, sampling: Sampling) -> None:
                 print(table_row([row["checkpoint"], cell(row["completion"])]))
 
 
-def separate(index: int) -> None:
+def print_separator(index: int) -> None:
     if index:
         print("---")

@@ -1,4 +1,4 @@
-"""Prompts to completions: a stream of tokens becomes text, until it ends."""
+"""Complete prompts: turn a stream of tokens into text, until it ends."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 import torch
 
 from generation.sampling import Sampling
-from generation.stream import only_text, stream
+from generation.stream import forbid_unused_ids, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 
-ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
+ROWS_AT_ONCE = 32  # limits the memory of the cache: about 40 MB per row for GPT-2 small
 
 
 @dataclass
 class Completion:
-    """Tokens in, text out: only whole characters, and nothing that may be the beginning of a stop string."""
+    """The text of generated tokens. Shows only whole characters, and nothing that may begin a stop string."""
 
     tokenizer: Tokenizer = field(repr=False, compare=False)
     stop: tuple[str, ...] = ()
-    text: str = ""  # without the prompt, the end-of-text token and the stop string
-    tokens: int = 0  # generated, including the end-of-text token
-    ended: bool = False  # by the end-of-text token or a stop string
-    shown: int = 0  # characters of the text that `push` and `finish` returned
+    text: str = ""  # without prompt, end-of-text token and stop string
+    tokens: int = 0  # generated tokens, including the end-of-text token
+    ended: bool = False  # an end-of-text token or a stop string has come
+    shown: int = 0  # characters already returned by `push` and `finish`
 
     def __post_init__(self) -> None:
         self.decoder = self.tokenizer.decoder()
 
     def push(self, token: int) -> str:
-        """Returns the text that can be shown now. What comes after the end is ignored."""
+        """Add a token, and return the new text that can be shown. Tokens after the end are ignored."""
         if self.ended:
             return ""
         self.tokens += 1
@@ -42,27 +42,27 @@ class Completion:
         return self.extend(self.decoder.push([token]))
 
     def finish(self) -> str:
-        """The rest, once no more tokens come. A character that was not finished is left out."""
+        """Return the rest of the text, without an unfinished character."""
         return self.extend("", is_last=True)
 
     def extend(self, piece: str, is_last: bool = False) -> str:
-        # A stop string may begin in text that came before this piece.
+        # A stop string may begin in earlier text.
         search_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
         self.text += piece
         hits = [(at + len(word), at) for word in self.stop if (at := self.text.find(word, search_from)) >= 0]
-        if hits:  # take the one that ends first, so that the result does not depend on how tokens divide the text
+        if hits:  # the one that ends first, so that the division into tokens does not matter
             self.text = self.text[: min(hits)[1]]
             self.ended = is_last = True
-        end = len(self.text) - (0 if is_last else self.held_back())
+        end = len(self.text) - (0 if is_last else self.count_held_back())
         fresh, self.shown = self.text[self.shown : end], max(end, self.shown)
         return fresh
 
-    def held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+    def count_held_back(self) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
         return max((n for word in self.stop for n in range(1, len(word)) if self.text.endswith(word[:n])), default=0)
 
     def pieces(self, steps: Iterator[tuple[list[int], torch.Tensor]]) -> Iterator[str]:
-        """The text as it comes from the `stream` of one prompt."""
+        """Yield the text as it comes from the `stream` of one prompt."""
         for (token,), _ in steps:
             yield self.push(token)
             if self.ended:
@@ -73,13 +73,13 @@ class Completion:
 def generate(
     model: TransformerLanguageModel, tokenizer: Tokenizer, prompts: Sequence[str | list[int]], sampling: Sampling
 ) -> list[Completion]:
-    """Complete each prompt, a text or its ids, in batches. Prompt i has the seed `sampling.seed + i`.
+    """Complete prompts (texts or ids) in batches. Prompt i has the seed `sampling.seed + i`.
 
     Raises TokenizerError for a prompt that cannot be encoded.
     """
-    rows = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     completions = [Completion(tokenizer, sampling.stop) for _ in rows]
-    bias = only_text(model, tokenizer)
+    bias = forbid_unused_ids(model, tokenizer)
     was_training = model.training
     model.eval()
     try:
@@ -99,16 +99,16 @@ def generate(
 
 
 def ends_with_space(prompt: str) -> bool:
-    """Return whether a single space follows the last word. More of them may be the indentation of code."""
+    """Return whether a prompt ends with a single space after a word. Several may be the indentation of code."""
     return prompt.endswith(" ") and prompt[-2:-1].strip() != ""
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    """The ids of a prompt, after the tokenizer's own beginning of a text if it has one. A model needs at least one
-    token to continue, so an empty prompt becomes the token that begins a document, or id 0 without one. A space at the
-    end is left out where words begin with their space: with byte-level BPE hardly any word would fit after it.
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
+    """Return the ids of a prompt, after `bos_id` if the tokenizer has one. An empty prompt becomes the token that
+    begins a document, or id 0, because a model needs a token to continue. With byte-level BPE a final space is left
+    out, because words begin with their space, and hardly any would fit after it.
 
-    Raises TokenizerError for characters that the tokenizer does not know.
+    Raises TokenizerError for unknown characters.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -117,7 +117,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
     try:
         ids = tokenizer.encode(prompt).tolist()
     except UnknownCharacterError as error:
-        raise TokenizerError(f"The prompt {prompt!r} cannot be read: {error.finding}.") from None
+        raise TokenizerError(f"The prompt {prompt!r} cannot be encoded: {error.finding}.") from None
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.start_id or 0]

@@ -1,4 +1,4 @@
-"""A checkpoint to a model and its tokenizer, ready to generate; and `generate_text`, text in one call."""
+"""Load a model and its tokenizer from a checkpoint, and generate text in one call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
-CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
+CPU_BF16_MIN_WIDTH = 384  # see `generation_dtype`
 
 
 def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[TransformerLanguageModel, Tokenizer]:
-    """Load a model and its tokenizer from a checkpoint folder, or from the newest checkpoint of a run folder (None: the
-    newest run).
+    """Load a model and its tokenizer from a checkpoint folder, or from the newest checkpoint of a run folder (default:
+    the newest run).
 
-    `device` is "auto", "cpu", "cuda" or "mps". The weights are bf16 where that is faster (`generation_dtype`), else
-    fp32. Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a missing device.
+    `device` is "auto", "cpu", "cuda" or "mps". Weights are bf16 if that is faster (`generation_dtype`), else fp32.
+    Raises CheckpointError for a missing or damaged checkpoint, ConfigError for a missing device.
     """
     return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
 
@@ -34,15 +34,15 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
 def load_checkpoint(
     checkpoint: Checkpoint, device: str, dtype: torch.dtype | None = None
 ) -> tuple[TransformerLanguageModel, Tokenizer]:
-    """`load_model` for an open checkpoint. `dtype` is that of the weights (None: `generation_dtype`)."""
+    """Load the model and tokenizer of an open checkpoint. `dtype`: of the weights (default: `generation_dtype`)."""
     target = pick_device(device)
     config = checkpoint.trusted_config()
     tokenizer_path = checkpoint.tokenizer_path()
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{tokenizer_path} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is the "
-            "tokenizer of another model."
+            f"{tokenizer_path} belongs to another model: it has {tokenizer.vocab_size:,} ids, and the model only "
+            f"{config.vocab_size:,}. Copy the right one there."
         )
     with Uninitialized():
         model = TransformerLanguageModel(config)
@@ -52,11 +52,11 @@ def load_checkpoint(
 
 
 def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """bf16 if the hardware computes in it, else fp32. Each token reads all weights once, so half the bytes take
-    half the time.
+    """Return bf16 if the hardware has units for it, else fp32. Each token reads all weights once, so half the bytes
+    take half the time.
 
-    Not for narrow models on a CPU: there the overhead of each operation counts more, and bf16's is larger (measured on
-    a CPU with AMX, batch 1: 256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
+    Narrow models on a CPU use fp32, because bf16 has more overhead per operation (measured on a CPU with AMX, batch 1:
+    256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
     """
     wide_enough = device.type == "cuda" or config.embed_dim >= CPU_BF16_MIN_WIDTH
     return torch.bfloat16 if wide_enough and has_fast_bf16(device) else torch.float32
@@ -70,7 +70,7 @@ def generate_text(
     temperature: float = 0.8,
     **sampling: Any,
 ) -> str:
-    """The prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p, repetition_penalty,
-    stop (a tuple of strings), seed. Raises ValueError for a value out of range."""
+    """Return the prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p,
+    repetition_penalty, stop (a tuple of strings), seed. Raises ValueError for an invalid value."""
     settings = build(Sampling, {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling})
     return prompt + generate(model, tokenizer, [prompt], settings)[0].text

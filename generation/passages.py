@@ -1,5 +1,4 @@
-"""Passages of text that a model has not learned: how well it predicts each, and how often it knows the sentence that
-comes next.
+"""Score models on held-out passages: how well they predict each, and how often they pick the right next sentence.
 
 Every run holds out the same passages of a text (tokenization/held_out.py), so any two runs can be compared on them.
 """
@@ -15,7 +14,7 @@ import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
-from generation.scoring import TOKENS_AT_ONCE, Score, score_batch, score_documents
+from generation.scoring import BATCH_TOKENS, Score, score_batch, score_documents
 from model import TransformerLanguageModel
 from tokenization.held_out import find_passage_end
 from tokenization.metadata import TokenMetadata, read_mask, read_tokens
@@ -24,25 +23,29 @@ from tokenizer import Tokenizer, load_tokenizer
 from tokenizer_base import UnknownCharacterError
 
 T = TypeVar("T")
-MOST_PASSAGES = 200
-RESAMPLED = 2000  # times
-FOUND_BY = 100  # characters of its beginning, middle and end
-BLOCK = 1 << 20  # tokens that are searched at a time
+MAX_PASSAGES = 200
+NUM_RESAMPLES = 2000
+PART_CHARACTERS = 100  # a passage is searched for by parts of this length
+SEARCH_BLOCK_TOKENS = 1 << 20
 
-SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026])[\"'\u201d\u2019\xbb)\]]*\s+|(?<=[\u3002\uff01\uff1f])")  # in Chinese too
-SHORTEST, LONGEST = 20, 200  # characters of a sentence
-BEFORE_SENTENCE = 100  # characters, at least
-CONTEXT = 128  # tokens, at most: what comes next hardly depends on more
-MOST_BEFORE = 2000  # characters, for as many tokens or more
+SENTENCE_ENDS = re.compile(
+    r"(?<=[.!?\u2026])[\"'\u201d\u2019\xbb)\]]*\s+|(?<=[\u3002\uff01\uff1f])"
+)  # includes Chinese
+MIN_SENTENCE, MAX_SENTENCE = 20, 200  # characters
+MIN_CHARACTERS_BEFORE = 100
+MAX_CONTEXT_TOKENS = 128  # the next sentence hardly depends on more
+MAX_CHARACTERS_BEFORE = 2000  # enough for MAX_CONTEXT_TOKENS
 
 
 class Passage(NamedTuple):
+    """A passage of text, or a conversation."""
+
     text: str
-    ids: np.ndarray | None = None  # of a conversation, whose special tokens no text can express
+    ids: np.ndarray | None = None  # conversations only, because text cannot express their special tokens
 
 
-def learned_text(checkpoint: Checkpoint) -> TokenMetadata | None:
-    """The tokens that it was trained on, if it says so and they are in its `data_dir` or below datasets_cache/."""
+def find_training_tokens(checkpoint: Checkpoint) -> TokenMetadata | None:
+    """Return the metadata of a checkpoint's training tokens, if they are in its `data_dir` or below datasets_cache/."""
     try:
         state = checkpoint.training_state()
         return find_tokens(str(state["data"]["tokens_sha256"]), state["config"].get("data_dir"))
@@ -50,57 +53,58 @@ def learned_text(checkpoint: Checkpoint) -> TokenMetadata | None:
         return None
 
 
-def held_out_passages(metadata: TokenMetadata) -> list[Passage]:
-    """The validation part of a token folder, passage by passage; or conversation by conversation. Raises DataError if
-    the files are missing or damaged."""
+def read_held_out(metadata: TokenMetadata) -> list[Passage]:
+    """Return the passages, or conversations, of the validation split of a token folder. Raises DataError if files are
+    missing or damaged."""
     tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
     ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[metadata.train_tokens :]
     if metadata.chat_template is None:
-        return [Passage(text) for text in passages_in(ids, tokenizer)]
+        return [Passage(text) for text in split_into_passages(ids, tokenizer)]
     starts = np.flatnonzero((ids == tokenizer.start_id) & ~read_mask(metadata)[metadata.train_tokens :])
     return [Passage(tokenizer.decode(each), each) for each in np.split(ids, starts)[1:]]
 
 
-def passages_in(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of ids (tokens,), cut where documents end, and into passages."""
-    for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text_id) + 1):  # None equals no id
+def split_into_passages(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the passages of the text of ids, (tokens,), document by document."""
+    for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text_id) + 1):  # no id equals None
         text, start = tokenizer.decode(document[tokenizer.byte_lengths[document] > 0]), 0
         while end := find_passage_end(text, start, is_whole=True):
             yield text[start:end]
             start = end
 
 
-def spread(items: Sequence[T]) -> list[T]:
-    """MOST_PASSAGES of them, evenly spread, or all."""
-    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, MOST_PASSAGES).astype(int))] if items else []
+def choose_spread(items: Sequence[T]) -> list[T]:
+    """Return MAX_PASSAGES evenly spread items, or all."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, MAX_PASSAGES).astype(int))] if items else []
 
 
-def found_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> set[str]:
-    """The texts of the passages that are, by a part of each, in the training part of a token folder."""
+def find_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> set[str]:
+    """Return the texts of the passages of which a part occurs in the training split of a token folder."""
     tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
     ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[: metadata.train_tokens]
-    parts = {passage.text: parts_of(passage.text) for passage in passages}
+    parts = {passage.text: choose_parts(passage.text) for passage in passages}
     decoder, read, found = tokenizer.decoder(), "", set[str]()
-    for first in range(0, len(ids), BLOCK):
-        read = read[-FOUND_BY:] + decoder.push(ids[first : first + BLOCK])
+    for first in range(0, len(ids), SEARCH_BLOCK_TOKENS):
+        read = read[-PART_CHARACTERS:] + decoder.push(ids[first : first + SEARCH_BLOCK_TOKENS])
         found |= {text for text in parts.keys() - found if any(part in read for part in parts[text])}
     return found
 
 
-def parts_of(text: str) -> list[str]:
+def choose_parts(text: str) -> list[str]:
+    """Return the beginning, middle and end of a text."""
     text = text.strip()
-    return [text[start : start + FOUND_BY] for start in (0, len(text) // 2, max(0, len(text) - FOUND_BY))]
+    return [text[start : start + PART_CHARACTERS] for start in (0, len(text) // 2, max(0, len(text) - PART_CHARACTERS))]
 
 
 def encode(tokenizer: Tokenizer, passage: Passage) -> np.ndarray:
-    """(tokens,). Raises UnknownCharacterError if the vocabulary lacks a character."""
+    """Return the ids of a passage, (tokens,). Raises UnknownCharacterError."""
     if passage.ids is None:
         return tokenizer.encode(passage.text)
     return passage.ids[1:] if passage.ids[0] == tokenizer.start_id else passage.ids
 
 
 def is_known(tokenizer: Tokenizer, passage: Passage) -> bool:
-    """Whether the vocabulary has all of its characters."""
+    """Return whether the vocabulary has all characters of a passage."""
     try:
         return len(encode(tokenizer, passage)) > 1
     except UnknownCharacterError:
@@ -108,12 +112,12 @@ def is_known(tokenizer: Tokenizer, passage: Passage) -> bool:
 
 
 def score_passages(model: TransformerLanguageModel, tokenizer: Tokenizer, passages: Sequence[Passage]) -> list[Score]:
-    """The score of each. Use a model in fp32. Raises UnknownCharacterError."""
+    """Return the score of each passage. Use a model in fp32. Raises UnknownCharacterError."""
     documents = [[encode(tokenizer, passage)] for passage in passages]
     return list(score_documents(model, tokenizer, documents, stride=max(1, model.config.max_seq_len // 2)))
 
 
-def total(scores: Iterable[Score]) -> Score:
+def add_scores(scores: Iterable[Score]) -> Score:
     result = Score()
     for score in scores:
         result.add(score)
@@ -121,7 +125,7 @@ def total(scores: Iterable[Score]) -> Score:
 
 
 class Difference(NamedTuple):
-    """Of two models, in bits per byte: negative if the first is better."""
+    """The difference of two models in bits per byte, negative if the first is better."""
 
     mean: float
     error: float  # two standard errors
@@ -131,39 +135,41 @@ class Difference(NamedTuple):
         return abs(self.mean) > self.error
 
 
-def difference(one: Sequence[Score], other: Sequence[Score]) -> Difference:
-    """Of the same passages. By a paired bootstrap over them: how it would vary with other passages of such a text."""
+def compare_scores(one: Sequence[Score], other: Sequence[Score]) -> Difference:
+    """Return the difference of two models on the same passages, with its error by a paired bootstrap over passages."""
     counts = np.array([[(score.nats, score.bytes) for score in scores] for scores in (one, other)])  # (2, N, 2)
-    drawn = np.random.RandomState(0).randint(0, len(one), (RESAMPLED, len(one)))
+    drawn = np.random.RandomState(0).randint(0, len(one), (NUM_RESAMPLES, len(one)))
     nats, lengths = np.moveaxis(counts[:, drawn].sum(axis=2), -1, 0)  # (2, RESAMPLED) each
     error = 2 * np.subtract(*nats / lengths).std() / np.log(2)
-    return Difference(total(one).bits_per_byte - total(other).bits_per_byte, float(error))
+    return Difference(add_scores(one).bits_per_byte - add_scores(other).bits_per_byte, float(error))
 
 
-# The sentence that comes next
+# Next sentences
 
 
-class Guessed(NamedTuple):
+class NextSentences(NamedTuple):
+    """How many next sentences were picked correctly."""
+
     right: int
     of: int
 
     def __str__(self) -> str:
-        return f"{self.right} of {self.of}; a coin gets {self.of / 2:g}"
+        return f"{self.right} of {self.of} (chance: {self.of / 2:g})"
 
 
 class Place(NamedTuple):
-    """Where a sentence ends and the next begins."""
+    """A place where a sentence ends and the next begins."""
 
     before: str
     gap: str  # white space
     sentence: str
 
 
-def next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Iterable[str]) -> Guessed:
-    """How often the model finds the true next sentence likelier, by byte, than one from elsewhere in the texts that is
-    about as long, at MOST_PASSAGES places or fewer. Pairs as in BLiMP and BabyLM, of text instead of grammar."""
+def score_next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Iterable[str]) -> NextSentences:
+    """Count how often the model gives the true next sentence fewer bits per byte than one of similar length from
+    elsewhere, at up to MAX_PASSAGES places. Pairs as in BLiMP and BabyLM, of text instead of grammar."""
     places = sorted(
-        spread([place for text in texts for place in places_in(text)]), key=lambda place: len(place.sentence)
+        choose_spread([place for text in texts for place in find_places(text)]), key=lambda place: len(place.sentence)
     )
     others = [place.sentence for place in (*places[1:], *places[-2:-1])]
     batch = list[tuple[Score, np.ndarray, int]]()
@@ -175,20 +181,20 @@ def next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, texts:
             continue
         room = model.config.max_seq_len + 1 - max(map(len, after))
         if room > 0 and place.sentence != other:
-            before = before[-min(CONTEXT, room) :]
+            before = before[-min(MAX_CONTEXT_TOKENS, room) :]
             for ids in after:
                 score = Score(bytes=int(tokenizer.byte_lengths[ids].sum()))
                 batch.append((score, np.concatenate((before, ids)).astype(np.int64), len(before)))
-    rows = 2 * max(1, TOKENS_AT_ONCE // (4 * CONTEXT))
+    rows = 2 * max(1, BATCH_TOKENS // (4 * MAX_CONTEXT_TOKENS))
     for first in range(0, len(batch), rows):
         score_batch(model, batch[first : first + rows])
     bits = [score.bits_per_byte for score, _, _ in batch]
-    return Guessed(sum(true < other for true, other in zip(bits[::2], bits[1::2], strict=True)), len(bits) // 2)
+    return NextSentences(sum(true < other for true, other in zip(bits[::2], bits[1::2], strict=True)), len(bits) // 2)
 
 
-def places_in(text: str) -> Iterator[Place]:
-    """Where a sentence of a fitting length begins, with enough before it."""
-    for end, following in pairwise(SENTENCE_ENDS.finditer(text, BEFORE_SENTENCE)):
+def find_places(text: str) -> Iterator[Place]:
+    """Yield the places where a sentence of suitable length begins, with enough text before it."""
+    for end, following in pairwise(SENTENCE_ENDS.finditer(text, MIN_CHARACTERS_BEFORE)):
         sentence = text[end.end() : following.start()]
-        if SHORTEST <= len(sentence) <= LONGEST:
-            yield Place(text[max(0, end.start() - MOST_BEFORE) : end.start()], end[0], sentence)
+        if MIN_SENTENCE <= len(sentence) <= MAX_SENTENCE:
+            yield Place(text[max(0, end.start() - MAX_CHARACTERS_BEFORE) : end.start()], end[0], sentence)

@@ -1,4 +1,4 @@
-"""A decoding step as a CUDA graph: a token of each row is chosen and read with a single launch."""
+"""Record a decoding step as a CUDA graph: choose and read a token of each row with a single launch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CAPACITY_MULTIPLE = 64  # the attention kernels work on blocks
 
 
 class StaticCache(KVCache):
-    """A cache whose shapes and addresses do not depend on how many tokens it holds. Takes one token of each row at a
-    time. Attention reads the whole capacity, and a mask hides what is not written yet."""
+    """A cache with fixed shapes and addresses, which takes one token per row at a time. Attention reads the whole
+    capacity, and a mask hides entries that are not written yet."""
 
     def __init__(self, cache: KVCache):
-        """Take over the texts of a cache."""
+        """Copy the texts of a cache."""
         pad = -cache.keys.size(3) % CAPACITY_MULTIPLE
         self.keys, self.values = (torch.nn.functional.pad(part, (0, 0, 0, pad)) for part in (cache.keys, cache.values))
         self.lengths = list(cache.lengths)
@@ -28,10 +28,11 @@ class StaticCache(KVCache):
         self.slots = torch.arange(self.keys.size(3), device=self.keys.device)
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (B, 1) of the next token of each row, and what attention adds to its scores, (B, 1, 1, S)."""
+        """Return the positions of each row's next token, (B, 1), and the mask to add to attention's scores, (B, 1, 1,
+        S)."""
         assert T == 1
         hidden = self.slots > self.ends[:, None]  # (B, S)
-        # A boolean mask would be converted to this in every layer.
+        # Every layer would convert a boolean mask to this.
         mask = torch.zeros(hidden.shape, dtype=self.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
         return self.ends[:, None], mask[:, None, None]
 
@@ -52,8 +53,8 @@ class StaticCache(KVCache):
 
 
 class RecordedDecoder:
-    """Chooses the next token of each row and reads it, in one recording. The next replay overwrites `tokens` (B,) and
-    `logits` (B, V), from which they were chosen."""
+    """A recorded step that chooses the next token of each row and reads it. Each replay overwrites `tokens`, (B,), and
+    the `logits` they were chosen from, (B, V)."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class RecordedDecoder:
         sampling: Sampling,
         recorder: Recorder,
     ):
-        """following (B, V): the logits of each row's next token; uniforms (B, tokens to come)."""
+        """following: logits of each row's next token, (B, V); uniforms: random numbers, (B, max_new_tokens)."""
         self.model, self.cache, self.penalties, self.sampling = model, StaticCache(cache), penalties, sampling
         self.uniforms, self.following = uniforms, following.clone()
         self.at = torch.zeros(1, dtype=torch.long, device=following.device)
@@ -78,7 +79,7 @@ class RecordedDecoder:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore afterwards what a step changes."""
+        """Restore what a step inside changes."""
         cache, penalties = self.cache, self.penalties
         changed = (self.following, cache.ends, self.at, penalties.held)
         before, lengths = [tensor.clone() for tensor in changed], cache.lengths
@@ -106,10 +107,10 @@ class RecordedDecoder:
         self.at += 1
 
     def read(self) -> None:
-        """Read the tokens that were chosen. There must be room for them."""
+        """Read the chosen tokens. Requires `has_room`."""
         self.following.copy_(self.model.next_logits(self.cache, self.tokens))
 
     def replay(self) -> None:
-        """Do `step`."""
+        """Replay `step`."""
         self.replay_step()
         self.cache.lengths = [length + 1 for length in self.cache.lengths]

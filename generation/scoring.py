@@ -1,8 +1,8 @@
-"""How well a model predicts a text: the log-probability of each of its tokens, over sliding windows.
+"""Score how well a model predicts a text: the log-probability of each token, over sliding windows.
 
-Each document is scored alone. Its first token is predicted from an end-of-text token, which separates documents in
-training too. A character vocabulary has no such token: the first character is then not predicted, and does not count.
-The end-of-text token itself never counts: it is not text.
+Each document is scored alone. Its first token is predicted from an end-of-text token, which also separates documents in
+training. A character vocabulary has no such token, so the first character does not count. The end-of-text token itself
+never counts, because it is not text.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from common.output import cell, table_row
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer, character_counts
 
-TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the widest layer of GPT-2 small, in fp32
-LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; the logits of whole windows would take more than the model
-Documents = Iterable[Iterable[np.ndarray]]  # the ids of each, (tokens,) at a time
+BATCH_TOKENS = 8192  # about 100 MB for the widest layer of GPT-2 small, in fp32
+BATCH_LOGITS = 1 << 24  # 64 MiB in fp32; all logits of a window would take more than the model
+Documents = Iterable[Iterable[np.ndarray]]  # each document yields arrays of ids, (tokens,)
 
 
 @dataclass
 class Score:
-    """What was predicted, and how well."""
+    """The prediction of a text: its size and log-likelihood."""
 
     nats: float = 0.0  # negative log-likelihood, summed in fp64
     tokens: int = 0  # predicted tokens
     bytes: int = 0  # UTF-8 bytes of their text
     characters: int = 0
-    cjk: int = 0  # characters that are Chinese, Japanese or Korean
+    cjk: int = 0  # Chinese, Japanese and Korean characters
 
     def add(self, other: Score) -> None:
         self.nats += other.nats
@@ -55,33 +55,33 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers; nan if no byte of text was predicted."""
+        """Bits per byte, comparable across tokenizers; nan if no text was predicted."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     @property
     def bits_per_character(self) -> float:
-        """Comparable across alphabets, of which many take two or three bytes a letter; nan like `bits_per_byte`."""
+        """Bits per character, comparable across alphabets, many of which take two or three bytes per letter; or nan."""
         return self.nats / math.log(2) / self.characters if self.characters else math.nan
 
 
 def score_documents(
     model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int
 ) -> Iterator[Score]:
-    """The score of each document, in order. Memory is that of one batch of windows, however long a document is.
+    """Yield the score of each document, in order, with the memory of one batch of windows.
 
-    `stride` is 1 to max_seq_len: see `windows`. Use a model in fp32: bf16 changes log-probabilities by some hundredths.
-    Errors of `documents` are raised.
+    `stride` is 1 to max_seq_len; see `cut_windows`. Use a model in fp32, because bf16 changes log-probabilities by some
+    hundredths. Raises what `documents` raises.
     """
     lengths = np.column_stack([tokenizer.byte_lengths, character_counts(tokenizer)])
     context = model.config.max_seq_len
-    rows = max(1, TOKENS_AT_ONCE // context)
-    unfinished: list[Score] = []  # in order; the last is that of the document that is being read
-    batch: list[tuple[Score, np.ndarray, int]] = []  # (score of its document, window, first)
+    rows = max(1, BATCH_TOKENS // context)
+    unfinished: list[Score] = []  # in order, up to the document being read
+    batch: list[tuple[Score, np.ndarray, int]] = []  # (score of the document, window, first)
     for document in documents:
         score = Score()
         unfinished.append(score)
-        ids = counted_ids(document, tokenizer.start_id, lengths, score)
-        for window, first in windows(ids, context, stride):
+        ids = count_ids(document, tokenizer.start_id, lengths, score)
+        for window, first in cut_windows(ids, context, stride):
             batch.append((score, window, first))
             if len(batch) == rows:
                 score_batch(model, batch)
@@ -92,11 +92,11 @@ def score_documents(
     yield from unfinished
 
 
-def counted_ids(
+def count_ids(
     document: Iterable[np.ndarray], start_id: int | None, lengths: np.ndarray, score: Score
 ) -> Iterator[np.ndarray]:
-    """The ids of a document, after that which begins it if there is one. Adds the `lengths` of the predicted ones to
-    `score`: (vocab_size, 3), bytes, characters, and those that are Chinese, Japanese or Korean."""
+    """Yield the ids of a document, after `start_id` if given. Add the `lengths` of predicted ids to `score`: bytes,
+    characters, and Chinese, Japanese or Korean characters per id, (vocab_size, 3)."""
     is_predicted = start_id is not None
     if start_id is not None:
         yield np.array([start_id])
@@ -107,12 +107,12 @@ def counted_ids(
         yield ids
 
 
-def windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
+def cut_windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
     """Cut a stream of ids into windows of at most `context` inputs and as many targets, `stride` apart.
 
-    Yields (window, first): window[:-1] are inputs, window[1:] their targets, and the targets from window[first] on
-    count. Every id counts once, except the very first. Before it are at least context - stride + 1 ids, or all that
-    there are. stride == context: windows do not overlap, as in training; 1: each id has the whole context before it.
+    Yields (window, first): window[:-1] are inputs, window[1:] targets, of which those from window[first] on count.
+    Every id counts once, except the very first, with at least context - stride + 1 ids before it, or all there are.
+    With stride == context windows do not overlap, as in training; with 1 each id has the whole context before it.
     """
     assert 1 <= stride <= context
     held = np.empty(0, dtype=np.int64)
@@ -131,10 +131,10 @@ def windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tu
 
 @torch.inference_mode()
 def score_batch(model: TransformerLanguageModel, batch: list[tuple[Score, np.ndarray, int]]) -> None:
-    """Add the predictions of each (score, window, first) to its score. Draws no random numbers: dropout is off.
+    """Add the predictions of each (score, window, first) to its score. Dropout is off.
 
-    Shorter windows are padded on the right: attention is causal, so no token sees the padding after it. Logits are
-    computed only for the targets that count, some at a time.
+    Shorter windows are padded on the right, which no token sees, because attention is causal. Logits are computed only
+    for targets that count, some at a time.
     """
     if not batch:
         return
@@ -149,7 +149,7 @@ def score_batch(model: TransformerLanguageModel, batch: list[tuple[Score, np.nda
     hidden = model.hidden(padded[:, :-1])[counted]  # (B, T, C) -> (N, C)
     model.train(was_training)
     targets = padded[:, 1:][counted]  # (N,)
-    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    at_once = max(1, BATCH_LOGITS // model.config.vocab_size)
     losses = [cross_entropy(model, *part) for part in zip(hidden.split(at_once), targets.split(at_once), strict=True)]
     per_window = torch.cat(losses).cpu().split(counts.sum(dim=1).tolist())
     for (score, _, _), nats in zip(batch, per_window, strict=True):
@@ -158,69 +158,69 @@ def score_batch(model: TransformerLanguageModel, batch: list[tuple[Score, np.nda
 
 
 def cross_entropy(model: TransformerLanguageModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """hidden (N, C), targets (N,) -> nats (N,) in fp64, computed in fp32 or more."""
+    """Return the nats of each target in fp64, (N,), computed in fp32 or more, from hidden (N, C) and targets (N,)."""
     logits = model.logits(hidden)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, reduction="none").to(exact_device(logits.device)).double()
 
 
-def json_row(score: Score) -> dict[str, int | float | None]:
-    """Numbers that are not finite become None, because JSON has no such numbers."""
+def score_to_json(score: Score) -> dict[str, int | float | None]:
+    """Return a score for JSON, with None for infinity and NaN."""
     names = ("loss", "perplexity", "bits_per_byte", "bits_per_character")
     values = {name: getattr(score, name) for name in names}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {"tokens": score.tokens, "bytes": score.bytes, "characters": score.characters} | finite
 
 
-def table_head() -> list[str]:
+def render_head() -> list[str]:
     names = ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
     return [table_row(names), table_row(["---", *["---:"] * (len(names) - 1)])]
 
 
-def table_line(name: str, score: Score) -> str:
+def render_score(name: str, score: Score) -> str:
     numbers = f"{score.tokens:,}", f"{score.bytes:,}", f"{score.loss:.4f}", f"{score.perplexity:,.3f}"
     return table_row([cell(name), *numbers, f"{score.bits_per_byte:.4f}"])
 
 
-# What a text with fewer bits per character than each of these reads like, in alphabets (docs/reading_losses.md); 8 bits
-# are a byte drawn blindly.
+# (bits per character, how text below it reads), for alphabets (docs/reading_losses.md). 8 bits are a random byte.
 MEANINGS = (
-    (0.5, "it knows this text by heart, or the text repeats itself"),
+    (0.5, "known by heart, or a text that repeats itself"),
     (1.1, "as models of hundreds of millions of parameters read English"),
     (1.6, "sentences that hold together, without much sense"),
     (2.0, "mostly real words, in phrases that fit for a moment"),
     (2.6, "words and pieces of words, in no order that lasts"),
-    (4.0, "frequent letters and syllables; it has only begun to learn texts like this"),
-    (8.0, "it has learned nothing of texts like this"),
+    (4.0, "frequent letters and syllables; learning has only begun"),
+    (8.0, "nothing learned about texts like this"),
     (math.inf, "worse than chance: a text of another kind or language, or other weights"),
 )
-MOST_CJK = 0.1  # share of the characters of a text that the meanings are for
+MAX_CJK_SHARE = 0.1  # the meanings do not hold above this share of characters
 
 
-def meaning(score: Score) -> str:
-    """One line for people about a score."""
+def describe_score(score: Score) -> str:
+    """Describe a score in a line."""
     if not score.bytes:
         return "nothing was predicted"
     per_byte, per_character = f"{score.bits_per_byte:.2f}", f"{score.bits_per_character:.2f}"
     numbers = f"{per_byte} bits per byte" + (f", {per_character} per character" if per_character != per_byte else "")
-    if score.cjk > MOST_CJK * score.characters:
-        return f"{numbers}: what that reads like was measured for alphabets only"
+    if score.cjk > MAX_CJK_SHARE * score.characters:
+        return f"{numbers} (how this reads was measured for alphabets only)"
     said = next(words for most, words in MEANINGS if score.bits_per_character < most)
     return f"{numbers}: {said} (docs/reading_losses.md)"
 
 
 class Likelihood(NamedTuple):
-    """A token, and the model's probabilities at its place: over the whole vocabulary, before temperature, penalties,
-    top-k and top-p. Logarithms are natural."""
+    """A token and the model's log-probabilities (natural) at its position, over the whole vocabulary, before
+    temperature, penalties, top-k and top-p."""
 
     token: int
     logprob: float
-    likeliest: list[tuple[int, float]]  # (token, logprob), likeliest first, only tokens with text
+    likeliest: list[tuple[int, float]]  # (token, logprob) of tokens with text, likeliest first
 
 
-def likelihoods(logits: torch.Tensor, tokens: Sequence[int], count: int, bias: torch.Tensor) -> list[Likelihood]:
-    """The Likelihood of each of the N tokens. `logits` (N, V) are fp32; only ids with text are listed as likeliest: see
-    `only_text` for `bias`."""
+def compute_likelihoods(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, bias: torch.Tensor
+) -> list[Likelihood]:
+    """Return the Likelihood of each of N tokens. `logits`: (N, V), fp32; `bias`: see `forbid_unused_ids`."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None]) - total
     values, ids = (logits + bias).topk(min(count, int(bias.isfinite().sum())), dim=-1)

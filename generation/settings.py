@@ -1,4 +1,4 @@
-"""The flags of generate.py: defaults, ranges, help, and which of them contradict each other. Needs no torch."""
+"""The flags of generate.py: defaults, ranges, help texts and contradictions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic.dataclasses import dataclass
 
 from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of
 
-MOST_SAMPLES = 1_000_000  # more can only be a mistake
-MOST_NEW_TOKENS = 1_000_000  # their random numbers are all drawn at the start
+MAX_SAMPLES = 1_000_000  # a larger number must be a mistake
+MAX_NEW_TOKENS = 1_000_000  # all random numbers are drawn at the start
 
 
 @dataclass(frozen=True, config=STRICT)
 class Sampling:
-    """How the next token is chosen. Raises ValueError listing every value out of range."""
+    """Settings for choosing tokens. Raises ValueError listing all invalid values."""
 
-    max_new_tokens: int = option(200, "how", "tokens to generate at most", ge=0, le=MOST_NEW_TOKENS)
+    max_new_tokens: int = option(200, "how", "tokens to generate at most", ge=0, le=MAX_NEW_TOKENS)
     temperature: float = option(0.8, "how", "randomness; 0 is greedy", ge=0)
     top_k: int = option(0, "how", "only the N likeliest tokens, 0 is off", ge=0)
     top_p: float = option(0.9, "how", "only the likeliest tokens, X in all; 1 is off", gt=0, le=1)
@@ -28,13 +28,13 @@ class Sampling:
 
 @dataclass(frozen=True, config=STRICT)
 class Request:
-    """What to do. Each field is a flag of the same name, and so is each field of Sampling that has a group."""
+    """The other settings of generate.py. Each field is a flag of the same name."""
 
     prompt: tuple[str, ...] = option((), "what", "text to continue; repeatable")
-    prompts_file: NonEmptyText | None = option(None, "what", "text file with one prompt a line", metavar="FILE")
+    prompts_file: NonEmptyText | None = option(None, "what", "text file with one prompt per line", metavar="FILE")
     interactive: bool = option(False, "what", "type prompts one after the other")
     raw: bool = option(False, "what", "continue prompts as plain text, also with a chat model")
-    num_samples: int = option(1, "what", "continuations of each prompt", ge=1, le=MOST_SAMPLES)
+    num_samples: int = option(1, "what", "continuations of each prompt", ge=1, le=MAX_SAMPLES)
     checkpoint: NonEmptyText | None = option(
         None, "what", "checkpoint or run folder [the newest run in runs/]", metavar="PATH"
     )
@@ -55,8 +55,8 @@ class Request:
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "how", "where to compute")
     stream: bool = option(False, "output", "show text as it is generated, one after the other")
     no_stream: bool = option(False, "output", "show each text when it is complete")
-    trace: bool = option(False, "output", "say which parts stand word for word in the training text")
-    json: bool = option(False, "output", "one JSON object a line")
+    trace: bool = option(False, "output", "show which parts occur word for word in the training text")
+    json: bool = option(False, "output", "one JSON object per line")
 
 
 SAMPLING = {key: f for key, f in fields_of(Sampling).items() if extras(f)["group"]}
@@ -65,33 +65,33 @@ FLAGS = REQUEST | SAMPLING
 CONTRADICTIONS = {
     "score": ("generates no text", FLAGS.keys() - {"score", "stride", "checkpoint", "device", "json"}),
     "interactive": (
-        "asks for one prompt after the other and shows the text as it comes",
+        "asks for prompts and shows the text as it comes",
         {"prompt", "prompts_file", "json", "compare", "num_samples", "no_stream"},
     ),
     "compare": ("names the checkpoints", {"checkpoint"}),
-    "trace": ("is for one checkpoint and its prompts", {"compare", "interactive"}),
+    "trace": ("applies to one checkpoint and its prompts", {"compare", "interactive"}),
     "stream": ("shows plain text as it comes", {"json", "compare", "no_stream"}),
 }
 
 
-def settings_of(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
-    """The settings for the typed flags. Adds what is wrong with them to `problems`."""
-    of_request, of_sampling = ({key: given[key] for key in given if key in of} for of in (REQUEST, SAMPLING))
-    if isinstance(of_sampling.get("stop"), tuple):
-        of_sampling["stop"] = tuple(unescape(word) if isinstance(word, str) else word for word in of_sampling["stop"])
+def parse_settings(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
+    """Build the settings from the given flags. Append what is wrong to `problems`."""
+    for_request, for_sampling = ({key: given[key] for key in given if key in keys} for keys in (REQUEST, SAMPLING))
+    if isinstance(for_sampling.get("stop"), tuple):
+        for_sampling["stop"] = tuple(unescape(word) if isinstance(word, str) else word for word in for_sampling["stop"])
     names = {key: f"--{key}" for key in given}
-    request, sampling = check(Request, of_request, problems, names), check(Sampling, of_sampling, problems, names)
-    problems += contradictions({key for key, value in given.items() if value is not False})
+    request, sampling = check(Request, for_request, problems, names), check(Sampling, for_sampling, problems, names)
+    problems += list_contradictions({key for key, value in given.items() if value is not False})
     return request or Request(), sampling or Sampling()
 
 
 def unescape(word: str) -> str:
-    """A stop string as typed: shells pass \\n on as two characters."""
+    """Return a typed stop string with \\n and \\t as characters, because shells pass them on as two."""
     return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def contradictions(given: set[str]) -> list[str]:
-    """Flags that contradict each other. `given`: the names of the typed flags."""
+def list_contradictions(given: set[str]) -> list[str]:
+    """Return a problem for each contradiction between the given flags."""
     problems = [
         f"--{flag} {why}; leave {', '.join(f'--{name}' for name in FLAGS if name in given & others)} out"
         for flag, (why, others) in CONTRADICTIONS.items()

@@ -1,6 +1,6 @@
-"""The next tokens of a batch of prompts, one step of all rows at a time, with a key/value cache.
+"""Generate the tokens of a batch of prompts with a key/value cache, one step of all rows at a time.
 
-`sampling.py` chooses each token, `completion.py` turns tokens into text. A text may become longer than the context.
+`sampling.py` chooses each token, and `completion.py` turns tokens into text, which may become longer than the context.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from common.graphs import GraphRecorder, Recorder
 from common.machine import exact_device, runs_ahead
 from common.output import say_once
 from generation.recorded import RecordedDecoder
-from generation.sampling import Penalties, Sampling, choose, draws
+from generation.sampling import Penalties, Sampling, choose, draw_uniforms
 from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
 
-FEWEST_RECORDED = 16  # new tokens; recording takes as long as a few
+MIN_RECORDED_TOKENS = 16  # recording takes as long as a few tokens
 
 
 @torch.inference_mode()
 def stream(
     model: TransformerLanguageModel, rows: Sequence[list[int]], sampling: Sampling, bias: torch.Tensor
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yields the next token of each row, and the model's logits for it in fp32, (B, V); max_new_tokens times.
+    """Yield the next token of each row, and its logits in fp32, (B, V), max_new_tokens times.
 
-    `bias` (V,) is added to the logits before a token is chosen: see `only_text`. Row i has the seed
-    `sampling.seed + i`: its random numbers do not depend on the batch. (In bf16 the rounding does, which may change a
-    choice.)
+    `bias`, (V,), is added to the logits before a token is chosen; see `forbid_unused_ids`. Row i has the seed
+    `sampling.seed + i`, so its random numbers do not depend on the batch. (In bf16 the rounding does, which may change
+    a choice.)
 
-    On a GPU the next step is queued before the host reads the token, so that the GPU never waits for the host. So
+    On a GPU the next step is queued before the host reads the token, so that the GPU never waits for the host. Hence
     everything that depends on tokens stays on the device. Only a full context has to wait.
     """
     rows = [list(row) for row in rows]
-    exact = exact_device(model.device)  # tokens are chosen here
-    uniforms = torch.stack([draws(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
+    exact = exact_device(model.device)  # the device on which tokens are chosen
+    uniforms = torch.stack([draw_uniforms(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
     penalties = Penalties(sampling, rows, bias)
     context, ahead = model.config.max_seq_len, runs_ahead(model.device)
     cache, following = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
-    recorder = step_recorder(model.device)
-    if recorder is not None and sampling.max_new_tokens >= FEWEST_RECORDED and max(cache.lengths) < context:
+    recorder = build_recorder(model.device)
+    if recorder is not None and sampling.max_new_tokens >= MIN_RECORDED_TOKENS and max(cache.lengths) < context:
         decoder = None
         try:
-            with attention(model.device):
+            with without_cudnn(model.device):
                 decoder = RecordedDecoder(model, cache, following, penalties, uniforms, sampling, recorder)
-        except RuntimeError as error:  # also too little memory for a second cache
-            say_once(f"Tokens are not recorded as CUDA graphs ({str(error).splitlines()[0]}), and come slower.")
+        except RuntimeError as error:  # memory may be too small for a second cache
+            say_once(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
         if decoder is not None:
             yield from replay(decoder, rows, sampling.max_new_tokens)
             return
@@ -67,14 +67,15 @@ def stream(
             row.append(token)
         yield values, logits
         if not queued and not is_last:
-            make_room(model, cache, rows)
+            reread_full_rows(model, cache, rows)
             following = step(model, cache, tokens.to(model.device))
 
 
 def replay(
     decoder: RecordedDecoder, rows: list[list[int]], max_new_tokens: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """`stream` with a recorded step. Two steps are queued before the host reads the tokens of the first."""
+    """Generate as `stream` does, with a recorded step. Two steps are queued before the host reads the first one's
+    tokens."""
     queued: deque[tuple[Callable[[], list[int]], torch.Tensor]] = deque()
     for t in range(max_new_tokens):
         while len(queued) < 2 and t + len(queued) < max_new_tokens and decoder.has_room:
@@ -90,25 +91,24 @@ def replay(
             row.append(token)
         yield values, logits
         if is_full and t + 1 < max_new_tokens:
-            make_room(decoder.model, decoder.cache, rows)
-            with attention(decoder.model.device):
+            reread_full_rows(decoder.model, decoder.cache, rows)
+            with without_cudnn(decoder.model.device):
                 decoder.read()
 
 
-def step_recorder(device: torch.device) -> Recorder | None:
+def build_recorder(device: torch.device) -> Recorder | None:
     return GraphRecorder() if device.type == "cuda" else None
 
 
-def only_text(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
-    """The `bias` that forbids ids without text, also those that the model has and its tokenizer does not: -inf for
-    them, 0 for the others, (V,)."""
+def forbid_unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+    """Return the bias, (V,), that forbids ids without text and ids beyond the tokenizer's: -inf for them, else 0."""
     bias = torch.zeros(model.config.vocab_size, device=exact_device(model.device))
     bias[[*tokenizer.unused_ids, *range(tokenizer.vocab_size, len(bias))]] = -torch.inf
     return bias
 
 
 def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
-    """Start a copy. The returned function waits for the copy, but not for work that is queued after it."""
+    """Start copying tokens to the host. Return a function that waits for the copy, but not for work queued later."""
     if not tokens.is_cuda:
         here = tokens.tolist()
         return lambda: here
@@ -123,40 +123,40 @@ def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     return arrive
 
 
-def attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leaves cuDNN's kernel out. It plans each new length anew: seconds for a text on an H100."""
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context without cuDNN's attention, which plans each length anew: seconds per text on an H100."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def step(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-    with attention(model.device):
+    with without_cudnn(model.device):
         return model.next_logits(cache, tokens)
 
 
 def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) -> tuple[KVCache, torch.Tensor]:
-    """Read the last max_seq_len tokens of each row into a cache with room for `capacity`. Returns the cache and the
+    """Read the last max_seq_len tokens of each row into a cache with room for `capacity`. Return the cache and the
     logits of each row's next token, (B, V).
 
-    Shorter rows are padded on the right: attention is causal, so no token sees the padding after it.
+    Shorter rows are padded on the right, which no token sees, because attention is causal.
     """
     rows = [row[-model.config.max_seq_len :] for row in rows]
     lengths = [len(row) for row in rows]
     padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
     cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
-    with attention(model.device):
+    with without_cudnn(model.device):
         hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
     last = torch.tensor(lengths, device=model.device) - 1
-    # Run the head on one position per row: all logits of a long prompt would take more memory than the model.
+    # Only one position per row, because all logits of a long prompt would take more memory than the model.
     return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
 
 
-def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
-    """If a row fills the context, read its second half again, without the last token: that one is the next input.
+def reread_full_rows(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
+    """Read the second half of rows that fill the context again, without the last token, which is the next input.
 
     Sliding by one token would change all positions, so each token would cost a full pass. Only full rows are read
-    again: a row's text must not depend on the other rows of its batch.
+    again, because a row's text must not depend on the other rows of its batch.
     """
     full = [i for i, length in enumerate(cache.lengths) if length == model.config.max_seq_len]
     if not full:

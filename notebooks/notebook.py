@@ -1,7 +1,7 @@
-"""What the cells of notebooks/train_in_colab.ipynb need beside the scripts. Each cell can be run again, and continues.
+"""Helpers for the cells of notebooks/train_in_colab.ipynb. Each cell can be run again, and continues.
 
-The scripts run inside the kernel: Colab kills a command started with ! half a second after its stop button is pressed,
-and saving a large model takes longer.
+Scripts run inside the kernel, because Colab kills a command started with ! half a second after the stop button is
+pressed, and saving a large model takes longer.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from typing import Any
 from common.errors import INTERRUPTED
 from common.script import Script
 from serving.run_reader import RunReader
-from serving.watch_page import named, page
+from serving.watch_page import name_runs, page
 
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
 
 class Stopped(Exception):
-    """Ends a cell, and the cells after it, with a sentence instead of a traceback."""
+    """Ends this cell and the next ones with a sentence instead of a traceback."""
 
-    def _render_traceback_(self) -> list[str]:  # the name by which IPython asks
+    def _render_traceback_(self) -> list[str]:  # called by IPython
         return [str(self)]
 
 
 def run(main: Script, *words: object) -> None:
-    """Run a script, after printing the command that does the same in a terminal. Raises Stopped if it fails."""
+    """Print the equivalent command, and run a script. Raises Stopped if it fails."""
     name, argv = f"{main.__module__.replace('.', '/')}.py", [str(word) for word in words]
     print(f"$ python {name} {shlex.join(argv)}\n", flush=True)
     code = main(argv)
     if code == INTERRUPTED:
-        raise Stopped("Stopped. The progress is kept: run this cell again to go on.")
+        raise Stopped("Stopped. Run this cell again to continue.")
     if code:
-        raise Stopped(f"{name} ended with exit code {code}; its message above says what to do.")
+        raise Stopped(f"{name} ended with exit code {code}. Its message above says what to do.")
 
 
-def time_to_read(seconds: float) -> None:
-    """Wait before something long begins, so that "Run all" leaves time to read what was said."""
+def wait_for_reader(seconds: float) -> None:
+    """Wait before the training begins, so that "Run all" leaves time to read the forecast."""
     print(
-        f"The training starts in {seconds:.0f} seconds: read the forecast above. The stop button ends it.", flush=True
+        f"The training starts in {seconds:.0f} seconds. Read the forecast above, or press the stop button.", flush=True
     )
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
-        raise Stopped("Nothing was started. Change step 3 or 4, and run on from there.") from None
+        raise Stopped("Not started. Change step 3 or 4, and continue from there.") from None
 
 
 def flags(**values: object) -> list[object]:
-    """The values as flags, without those that are empty or 0."""
+    """Return values as flags, without those that are empty or 0."""
     return [word for name, value in values.items() if value for word in (f"--{name}", value)]
 
 
 # Drive and the text
 
 
-def colab() -> Any:
-    """The package google.colab, None outside Colab."""
+def import_colab() -> Any:
+    """Return the package google.colab; None outside Colab."""
     try:
         import google.colab
     except ImportError:
@@ -69,47 +69,47 @@ def colab() -> Any:
 
 
 def mount_drive(mount_point: str, folder: str) -> Path | None:
-    """The folder on Drive that keeps what must outlive this machine; None outside Colab. Nothing may be written before
-    Drive is mounted: it cannot be mounted on a folder with files."""
-    if colab() is None:
-        print("This is not Colab: nothing is mounted, and checkpoints stay in runs/.")
+    """Mount Drive, and return the folder on it for what must outlive this machine; None outside Colab. Nothing may be
+    written there before, because Drive cannot be mounted on a folder with files."""
+    if import_colab() is None:
+        print("Not in Colab: no Drive is mounted, and checkpoints stay in runs/.")
         return None
     from google.colab import drive
 
     drive.mount(mount_point)
     kept = Path(mount_point) / folder
     if not kept.parent.is_dir():
-        raise Stopped(f"There is no folder {kept.parent} on Drive: choose a folder in MyDrive, as MyDrive/gpt2.")
+        raise Stopped(f"No folder {kept.parent} on Drive. Choose a folder in MyDrive, such as MyDrive/gpt2.")
     kept.mkdir(exist_ok=True)
     print(f"Checkpoints are copied to {kept}")
     return kept
 
 
 def get_text(source: str, path: str, drive: Path | None) -> Path | None:
-    """The text to train on: one that was uploaded (kept on Drive, if there is one), or the one at `path`; None for the
-    built-in text, which the quickstart's config names."""
+    """Return the text to train on: an upload (kept on Drive, if mounted), or the one at `path`; None for the built-in
+    text, which the quickstart's config names."""
     if source == BUILT_IN:
         return None
     if source in (UPLOAD, UPLOAD_ANOTHER):
-        text = uploaded(drive or Path("datasets_cache"), is_another=source == UPLOAD_ANOTHER)
+        text = find_upload(drive or Path("datasets_cache"), is_another=source == UPLOAD_ANOTHER)
     else:
         text = Path(path).expanduser()
         if not path or not text.exists():
-            raise Stopped(f"There is no file or folder {path or '(none was named)'}: give the path of your text.")
-    if not size_of(text):
-        raise Stopped(f"{text} is empty: choose another text.")
-    print(f"Text       {text}, {size_of(text):,} bytes")
+            raise Stopped(f"There is no file or folder {path or '(none was name_runs)'}: give the path of your text.")
+    if not count_bytes(text):
+        raise Stopped(f"{text} is empty. Choose another text.")
+    print(f"Text       {text}, {count_bytes(text):,} bytes")
     return text
 
 
-def uploaded(kept: Path, is_another: bool) -> Path:
-    """The file uploaded last, or one to upload now."""
+def find_upload(kept: Path, is_another: bool) -> Path:
+    """Return the last uploaded file, or ask for one."""
     folder = kept / "texts"
     there = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if there and not is_another:
         return there[-1]
-    if colab() is None:
-        raise Stopped("Only Colab uploads. Put your text beside the notebook, and give its path.")
+    if import_colab() is None:
+        raise Stopped("Uploads work in Colab only. Put your text beside the notebook, and give its path.")
     from google.colab import files
 
     received = files.upload()  # into the current folder
@@ -120,39 +120,39 @@ def uploaded(kept: Path, is_another: bool) -> Path:
     return Path(shutil.move(name, folder / Path(name).name))
 
 
-def size_of(text: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+def count_bytes(text: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
     files = [text] if text.is_file() else [path for path in text.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
 
 def write_prompts(prompts: str, file: Path) -> Path | None:
-    """Write a file for --eval_prompts, of prompts with | between them; None if there are none."""
+    """Write a file for --eval_prompts from prompts separated by |. Return None if there are none."""
     asked = [prompt.strip() for prompt in prompts.split("|") if prompt.strip()]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
     return file if asked else None
 
 
-# What is shown, and what leaves the machine
+# Results
 
 
 def show(*run_dirs: Path, height: int = 1100) -> None:
-    """The page of tools/watch.py in a cell, apart from the notebook around it."""
+    """Show the page of tools/watch.py in a cell, isolated from the notebook."""
     from IPython.display import display
 
-    runs = [RunReader(folder, name).read() for folder, name in named(run_dirs).items()]
+    runs = [RunReader(folder, name).read() for folder, name in name_runs(run_dirs).items()]
     style = f"width: 100%; height: {height}px; border: 0"
     frame = f'<iframe srcdoc="{html.escape(page(runs).decode())}" style="{style}"></iframe>'
-    display({"text/html": frame}, raw=True)  # not as HTML, which would ask for the address of a page
+    display({"text/html": frame}, raw=True)  # display(HTML(...)) would ask for the address of a page
 
 
 def download(out: Path) -> None:
-    """Download the exported folder as one file in the browser, and the file for llama.cpp if there is one; outside
-    Colab, print where they are."""
+    """Download the exported folder as a zip file, and the file for llama.cpp, if any. Outside Colab, print their
+    paths."""
     files = [Path(shutil.make_archive(str(out), "zip", out)), out.with_suffix(".gguf")]
     for file in filter(Path.exists, files):
-        if colab() is None:
+        if import_colab() is None:
             print(f"{file.resolve()}, {file.stat().st_size:,} bytes")
         else:
             from google.colab import files as browser

@@ -1,4 +1,4 @@
-"""The page of the demo, made with Gradio: its layout, and which function handles which event."""
+"""The page of the demo, made with Gradio: its layout and event handlers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from typing import Any
 import gradio as gr
 
 from generation.sampling import Sampling
-from serving.demo_model import MOST_TOKENS, Event, Turn, complete, converse
-from serving.models import MOST_COMPARED, Library
+from serving.demo_model import MAX_TOKENS, Event, Turn, complete, converse
+from serving.models import MAX_COMPARED, Library
 
-FILES = Path(__file__).resolve().parent
-HEIGHT = 900  # pixels, in a notebook
-MOST_WAITING = 32  # requests
-SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-# Gradio cancels the request; the cards do not hear of it.
-STOPPED = "() => document.querySelectorAll('.card.running').forEach(c => c.classList.replace('running', 'stopped'))"
+FOLDER = Path(__file__).resolve().parent
+NOTEBOOK_HEIGHT = 900  # pixels
+MAX_WAITING = 32  # requests
+SETTING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+# Gradio cancels the request without telling the cards.
+MARK_STOPPED = (
+    "() => document.querySelectorAll('.card.running').forEach(c => c.classList.replace('running', 'stopped'))"
+)
 
 
 def launch(page: gr.Blocks, host: str, port: int, auth: tuple[str, str] | None, share: bool) -> None:
-    """Serve the page in the background, and below the cell of a notebook. `auth`: the name and password to ask for."""
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none is downloaded
+    """Serve the page in the background, and show it below a notebook's cell. `auth`: (name, password) to ask for."""
+    fonts = {
+        "font": ["system-ui", "sans-serif"],
+        "font_mono": ["ui-monospace", "monospace"],
+    }  # system fonts, so that none is downloaded
     theme = gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", **fonts)
     page.launch(
         server_name=f"[{host}]" if ":" in host else host,
@@ -32,8 +37,8 @@ def launch(page: gr.Blocks, host: str, port: int, auth: tuple[str, str] | None, 
         share=share,
         quiet=True,
         prevent_thread_lock=True,
-        height=HEIGHT,
-        # Gradio's own colours have too little contrast.
+        height=NOTEBOOK_HEIGHT,
+        # Gradio's colours have too little contrast.
         theme=theme.set(
             color_accent="*primary_600",
             button_primary_background_fill="*primary_600",
@@ -42,7 +47,7 @@ def launch(page: gr.Blocks, host: str, port: int, auth: tuple[str, str] | None, 
             input_placeholder_color="*neutral_500",
             input_placeholder_color_dark="*neutral_400",
         ),
-        css_paths=FILES / "demo_page.css",
+        css_paths=FOLDER / "demo_page.css",
         max_file_size="0b",  # there is nothing to upload
         enable_monitoring=False,
         run_history=False,
@@ -52,7 +57,7 @@ def launch(page: gr.Blocks, host: str, port: int, auth: tuple[str, str] | None, 
 
 
 def make_page(library: Library) -> gr.Blocks:
-    """The page, not launched yet. It generates one text at a time; others wait."""
+    """Build the page without launching it. It generates one text at a time; others wait."""
 
     def choices() -> list[tuple[str, str]]:
         return [(found.name, str(found.path)) for found in library.find()]
@@ -61,7 +66,7 @@ def make_page(library: Library) -> gr.Blocks:
         return [(found.name, str(found.path)) for found in library.find() if found.answers]
 
     def find_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
-        """Keep the current choice, unless that checkpoint is gone."""
+        """Refresh the checkpoints, and keep the current choice if it still exists."""
         there, answering = choices(), answerers()
         paths, answering_paths = [path for _, path in there], [path for _, path in answering]
         kept = [path for path in chosen or [] if path in paths]
@@ -75,16 +80,16 @@ def make_page(library: Library) -> gr.Blocks:
 
     def continue_text(chosen: list[str], prompt: str, *settings: Any) -> Iterator[str]:
         log = ""
-        for events in complete(library, chosen or [], prompt or "", dict(zip(SETTINGS, settings, strict=True))):
-            log += lines(events)
+        for events in complete(library, chosen or [], prompt or "", dict(zip(SETTING_NAMES, settings, strict=True))):
+            log += render_events(events)
             yield log
 
     def answer(name: str | None, history: list[Turn], question: str, *settings: Any) -> Iterator[tuple[Any, Any, Any]]:
-        given = dict(zip(SETTINGS, settings, strict=True))
+        given = dict(zip(SETTING_NAMES, settings, strict=True))
         log = ""
         for i, (events, turns) in enumerate(converse(library, name, history, question or "", given)):
-            log += lines(events)
-            # Empty its box at once: later, the visitor may already be typing the next one.
+            log += render_events(events)
+            # Empty the box at once, because the visitor may soon type the next question.
             was_asked = i == 1 and not any("problem" in event for event in events)
             yield log, turns, "" if was_asked else gr.skip()
 
@@ -98,9 +103,9 @@ def make_page(library: Library) -> gr.Blocks:
                     models = gr.Dropdown(
                         choices(),
                         value=[path for _, path in choices()[:1]],
-                        label=f"Checkpoints, up to {MOST_COMPARED} side by side",
+                        label=f"Checkpoints, up to {MAX_COMPARED} side by side",
                         multiselect=True,
-                        max_choices=MOST_COMPARED,
+                        max_choices=MAX_COMPARED,
                     )
                     prompt = gr.Textbox(
                         label="Prompt (Shift+Enter generates)",
@@ -110,12 +115,12 @@ def make_page(library: Library) -> gr.Blocks:
                     with gr.Row():
                         go = gr.Button("Generate", variant="primary", scale=2, min_width=120)
                         stop = gr.Button("Stop", min_width=80)
-                    texts = tokens_view()
+                    texts = build_tokens_view()
                 with gr.Tab("Conversation", visible=bool(answerers())) as conversation:
                     answerer = gr.Dropdown(
                         answerers(), value=next((path for _, path in answerers()), None), label="Checkpoint"
                     )
-                    dialogue = tokens_view()
+                    dialogue = build_tokens_view()
                     question = gr.Textbox(label="Question", max_lines=8, placeholder="What is the capital of France?")
                     with gr.Row():
                         send = gr.Button("Ask", variant="primary", scale=2, min_width=100)
@@ -123,7 +128,7 @@ def make_page(library: Library) -> gr.Blocks:
                         reset = gr.Button("Clear", min_width=80)
             with gr.Column(scale=1, min_width=260), gr.Accordion("Settings", elem_classes="settings"):
                 settings = [
-                    gr.Slider(1, MOST_TOKENS, Sampling.max_new_tokens, step=1, label="Length"),
+                    gr.Slider(1, MAX_TOKENS, Sampling.max_new_tokens, step=1, label="Length"),
                     gr.Slider(0, 2, Sampling.temperature, step=0.05, label="Temperature"),
                     gr.Slider(0, 200, Sampling.top_k, step=1, label="Top-k (0: off)"),
                     gr.Slider(0.01, 1, Sampling.top_p, step=0.01, label="Top-p (1: off)"),
@@ -142,25 +147,25 @@ def make_page(library: Library) -> gr.Blocks:
             [dialogue, history, question],
             **turn,
         )
-        stop.click(None, js=STOPPED, cancels=[writing], **aside)
-        halt.click(None, js=STOPPED, cancels=[talking], **aside)
+        stop.click(None, js=MARK_STOPPED, cancels=[writing], **aside)
+        halt.click(None, js=MARK_STOPPED, cancels=[talking], **aside)
         reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
         gr.on([page.load, again.click], find_again, [models, answerer], [models, answerer, conversation], **aside)
-    page.queue(max_size=MOST_WAITING, api_open=False)
+    page.queue(max_size=MAX_WAITING, api_open=False)
     return page
 
 
-def lines(events: list[Event]) -> str:
-    """Events as lines of text. The text only grows, so Gradio sends only what is new, and has no `<`, so nothing in it
-    is a tag."""
+def render_events(events: list[Event]) -> str:
+    """Return events as lines of text. The text only grows, so Gradio sends only what is new. It has no `<`, so it holds
+    no tags."""
     return "".join(json.dumps(event).replace("<", "\\u003c") + "\n" for event in events)
 
 
-def tokens_view() -> gr.HTML:
+def build_tokens_view() -> gr.HTML:
     return gr.HTML(
         "",
-        html_template=(FILES / "demo_tokens.html").read_text(encoding="utf-8"),
-        js_on_load=(FILES / "demo_tokens.js").read_text(encoding="utf-8"),
+        html_template=(FOLDER / "demo_tokens.html").read_text(encoding="utf-8"),
+        js_on_load=(FOLDER / "demo_tokens.js").read_text(encoding="utf-8"),
         elem_classes=["tokens"],
         apply_default_css=False,
     )

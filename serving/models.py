@@ -1,4 +1,4 @@
-"""The checkpoints that the demo finds, and the models used last."""
+"""Find checkpoints for the demo, and keep the models used last in memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from training.records import read_metrics
 
-MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
-WEIGHTS = ("manifest.json", "pytorch_model.bin")  # a whole checkpoint, ours or the blog's, has one of them
+MAX_COMPARED = 4  # also the number of models kept in memory
+MARKER_FILES = ("manifest.json", "pytorch_model.bin")  # a complete checkpoint, ours or the blog's, has one of them
 
 
-class Found(NamedTuple):
-    """A checkpoint folder, its name on the page, and whether it was trained on conversations."""
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint folder, its name on the page, and whether it is a chat model."""
 
     path: Path
     name: str
     answers: bool
 
 
-class Served(NamedTuple):
-    """A model under its name."""
+class ServedModel(NamedTuple):
+    """A loaded model with its name."""
 
     name: str
     model: TransformerLanguageModel
@@ -39,63 +39,66 @@ class Served(NamedTuple):
 
 
 class Library:
-    """The checkpoints below some folders, and the models used last."""
+    """The checkpoints below some folders, and the loaded models."""
 
     def __init__(self, places: Sequence[Path], device: str) -> None:
         self.places, self.device = places, device
-        self.loaded: OrderedDict[Path, tuple[tuple[int, int], Served]] = OrderedDict()
+        self.loaded: OrderedDict[Path, tuple[tuple[int, int], ServedModel]] = OrderedDict()
 
-    def find(self) -> list[Found]:
-        """The checkpoints that exist now, the run written last first."""
-        found = list(dict.fromkeys(path for place in self.places for path in checkpoints_below(place)))
+    def find(self) -> list[FoundCheckpoint]:
+        """Return the existing checkpoints, those of the most recent run first."""
+        found = list(dict.fromkeys(path for place in self.places for path in find_checkpoints(place)))
         runs: dict[Path, list[Path]] = {}
         for path in found:
             runs.setdefault(run_folder(path), []).append(path)
-        newest_first = sorted(runs.values(), key=lambda paths: max(map(written, paths)), reverse=True)
-        return [Found(path, name_of(path), is_chat(path)) for paths in newest_first for path in paths]
+        newest_first = sorted(runs.values(), key=lambda paths: max(map(time_written, paths)), reverse=True)
+        return [FoundCheckpoint(path, name_checkpoint(path), is_chat(path)) for paths in newest_first for path in paths]
 
     def require_any(self) -> None:
-        """Raises CheckpointError if there is no checkpoint."""
+        """Raise CheckpointError if there is no checkpoint."""
         if not self.find():
             named = ", ".join(f"{place}/" for place in self.places)
             raise CheckpointError(
-                f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py "
-                "--config quickstart.json; or name a checkpoint or run folder."
+                f"No trained model in {named}. Train one first, for instance with python train_colab_mmap.py --config "
+                "quickstart.json, or name a checkpoint or run folder."
             )
 
-    def open(self, name: str) -> Served:
-        """The model of the checkpoint folder `name`, from memory if the folder has not changed.
+    def open(self, name: str) -> ServedModel:
+        """Return the model of the checkpoint folder `name`, from memory if the folder has not changed.
 
-        Raises CheckpointError for any folder that `find` does not return, and what `load_checkpoint` raises.
+        Raises CheckpointError for a folder that `find` does not return, and what `load_checkpoint` raises.
         """
         found = {str(found.path): found.path for found in self.find()}
         if name not in found:
-            raise CheckpointError(f"The checkpoint {name:.200} is no longer there; choose another.")
+            raise CheckpointError(f"The checkpoint {name:.200} is gone. Choose another.")
         path = found[name]
         status = (path / "config.json").stat()
         identity = (status.st_ino, status.st_mtime_ns)  # a running training replaces best/
         before = self.loaded.pop(path, None)
         if before is None or before[0] != identity:
-            before = None  # free its memory before the next model takes some
-            while len(self.loaded) >= MOST_COMPARED:
+            before = None  # frees its memory before the next model is loaded
+            while len(self.loaded) >= MAX_COMPARED:
                 self.loaded.popitem(last=False)
             checkpoint = open_checkpoint(path)
             model, tokenizer = load_checkpoint(checkpoint, self.device)
-            before = identity, Served(run_folder(path).name or "model", model, tokenizer, checkpoint.chat_template())
+            before = (
+                identity,
+                ServedModel(run_folder(path).name or "model", model, tokenizer, checkpoint.chat_template()),
+            )
         self.loaded[path] = before
         return before[1]
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The run folder that the checkpoint belongs to, or else the checkpoint folder itself."""
+    """Return the run folder of a checkpoint, or the checkpoint folder itself if it is not in a run."""
     path = checkpoint.resolve()
     if CHECKPOINT_NAME.fullmatch(path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path
 
 
-def checkpoints_below(place: Path) -> Iterator[Path]:
-    """The checkpoint `place`, or the checkpoints of the run `place`, or of all runs in it; each run's newest first."""
+def find_checkpoints(place: Path) -> Iterator[Path]:
+    """Yield the checkpoint `place`, or those of the run `place`, or of all runs in it; each run's newest first."""
     if is_checkpoint(place):
         yield place
         return
@@ -108,25 +111,25 @@ def checkpoints_below(place: Path) -> Iterator[Path]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in WEIGHTS) and (folder / "config.json").is_file()
+    return any((folder / name).is_file() for name in MARKER_FILES) and (folder / "config.json").is_file()
 
 
-def written(checkpoint: Path) -> float:
+def time_written(checkpoint: Path) -> float:
     try:
         return (checkpoint / "config.json").stat().st_mtime
-    except OSError:  # deleted in the meantime
+    except OSError:  # deleted meanwhile
         return 0.0
 
 
 def is_chat(checkpoint: Path) -> bool:
-    """Also False if config.json is not usable: opening the checkpoint reports that."""
+    """Return whether a checkpoint is a chat model; False if config.json is invalid, which opening it will report."""
     try:
         return Checkpoint(checkpoint).chat_template() is not None
     except UserError:
         return False
 
 
-def name_of(checkpoint: Path) -> str:
+def name_checkpoint(checkpoint: Path) -> str:
     run = run_folder(checkpoint)
     if run == checkpoint.resolve():
         return run.name
@@ -134,9 +137,9 @@ def name_of(checkpoint: Path) -> str:
     return f"{run.name}, step {int(step[1]):,}" if step else f"{run.name}, {checkpoint.name}"
 
 
-def progress_of(checkpoint: Path) -> str:
-    """Its step (unless its name has it) and its bits per byte, which do not depend on the vocabulary, or else its
-    validation loss; "" if unknown."""
+def describe_progress(checkpoint: Path) -> str:
+    """Return the step of a checkpoint (unless its name has it) and its bits per byte, or else its validation loss; ""
+    if unknown."""
     try:
         step = Checkpoint(checkpoint).training_state().get("step")
     except UserError:

@@ -1,4 +1,4 @@
-"""The page of runs that `tools/watch.py` shows, and the server that keeps it up to date. Imports no torch."""
+"""The page of `tools/watch.py`, and the server that updates it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from common.files import atomic_write
 from common.output import byte_size
 from common.validation import suggest
 from serving.run_reader import RunReader
-from serving.server import is_own
+from serving.server import is_local
 from training.records import CONFIG, METRICS, find_records
 
 TEMPLATE = Path(__file__).with_name("watch.html")
-POLL_SECONDS = 2.0  # how often the page asks for news
+POLL_SECONDS = 2.0
 
 
-def last_reported_run(runs: Path) -> Path:
-    """The run that reported last."""
+def find_last_reported(runs: Path) -> Path:
+    """Return the run that reported last. Raises ConfigError if there is none."""
     metrics = list(runs.glob(f"*/{METRICS}"))
     if not metrics:
-        raise ConfigError(f"There is no run in {runs.absolute()} that has reported; name one: tools/watch.py RUN")
+        raise ConfigError(f"No run in {runs.absolute()} has reported yet. Name one: tools/watch.py RUN")
     return max(metrics, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """The run `folder`, or the runs in it that have reported, by name. Raises ConfigError if there is none."""
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run `folder`, or the runs in it that have reported, by name. Raises ConfigError if there is none."""
     if not folder.is_dir():
         there = [path.name for path in folder.absolute().parent.glob("*/") if (path / "config.json").exists()]
         near = suggest(folder.name, there, prefix=f"{folder.parent}/")
-        raise ConfigError(f"There is no run folder {folder}.{near}")
+        raise ConfigError(f"No run folder {folder}.{near}")
     if any((find_records(folder) / name).exists() for name in (METRICS, CONFIG)):
         return [folder]
     if inside := sorted(path for path in folder.iterdir() if (find_records(path) / METRICS).exists()):
         return inside
-    raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no {CONFIG} in it.")
+    raise ConfigError(f"{folder} is not a run: it has neither {METRICS} nor {CONFIG}.")
 
 
-def named(folders: Sequence[Path]) -> dict[Path, str]:
-    """Each folder once, with its name, or its whole path if several folders have that name."""
+def name_runs(folders: Sequence[Path]) -> dict[Path, str]:
+    """Return {folder: name} without duplicates, with the whole path if several folders have that name."""
     whole: dict[Path, Path] = {}
     for folder in folders:
         whole.setdefault(folder.resolve(), folder)
@@ -58,17 +58,17 @@ def named(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def html_file(name: str | None) -> Path | None:
-    """The file of --html. Raises ConfigError if none can be written there."""
+    """Return the path of --html. Raises ConfigError if it cannot be written."""
     html = Path(name) if name else None
     if html and html.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--html is {html}; name an .html file; one that exists is replaced.")
+        raise ConfigError(f"--html is {html}, but it should end in .html. An existing file is replaced.")
     if html and not html.parent.is_dir():
-        raise ConfigError(f"There is no folder {html.parent} to write {html.name} into (--html).")
+        raise ConfigError(f"The folder of --html {html} does not exist. Create it first.")
     return html
 
 
 def write_page(html: Path, readers: Sequence[RunReader], comparison: dict[str, Any] | None = None) -> None:
-    """Write the page of these runs to one file, and say so."""
+    """Write the page of runs to one file, and print so."""
     content = page([reader.read() for reader in readers], comparison=comparison)
     with atomic_write(html) as file:
         file.write(content)
@@ -78,20 +78,20 @@ def write_page(html: Path, readers: Sequence[RunReader], comparison: dict[str, A
 def page(
     runs: list[dict[str, Any]], poll_seconds: float | None = None, comparison: dict[str, Any] | None = None
 ) -> bytes:
-    """The page of these runs. With `poll_seconds` it asks its server for news; `comparison` has sentences and tables
-    (tools/compare.py)."""
+    """Return the page of runs. With `poll_seconds` it asks its server for updates. `comparison`: sentences and tables
+    of tools/compare.py."""
     template = TEMPLATE.read_text(encoding="utf-8")
     (code,) = re.findall("<script>(.*?)</script>", template, flags=re.DOTALL)
-    # Allowed by its hash: whatever text gets into the page, no other code runs.
+    # The script is allowed by its hash, so no other code runs, whatever text is in the page.
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    # In HTML, only a < can end the content of a script element.
+    # Only a < can end the content of a script element.
     content = {"runs": runs, "read_at": time.time(), "poll_seconds": poll_seconds, "comparison": comparison}
     data = json.dumps(content).replace("<", "\\u003c")
     return template.replace("{{code_hash}}", allowed, 1).replace("{{data}}", data, 1).encode()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page and its data, as the runs are at that moment."""
+    """Serves the page with the current state of the runs."""
 
     def __init__(self, port: int, readers: list[RunReader]):
         self.readers = readers
@@ -103,17 +103,17 @@ class Server(ThreadingHTTPServer):
             return [reader.read() for reader in self.readers]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed
+        if not isinstance(sys.exception(), ConnectionError):  # the page was closed
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds, for a browser that sends nothing more
+    timeout = 60  # seconds without data from the browser
 
     def do_GET(self) -> None:
         server = cast(Server, self.server)
-        if not is_own(self.headers.get("Host", "")):
+        if not is_local(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1")
         elif self.path == "/":
             self.answer(page(server.read(), POLL_SECONDS), "text/html; charset=utf-8")
@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def answer(self, content: bytes, kind: str) -> None:
-        """Only the status, if the browser already has this content."""
+        """Send the content, or only the status if the browser already has it."""
         tag = f'"{hashlib.sha256(content).hexdigest()}"'
         is_known = self.headers.get("If-None-Match") == tag
         self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
@@ -141,9 +141,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def listen(port: int, readers: list[RunReader]) -> Server:
-    """Raises ConfigError for a port that cannot be used."""
+    """Start the server. Raises ConfigError if the port cannot be used."""
     try:
         return Server(port, readers)
     except OSError as problem:
         reason = problem.strerror or problem
-        raise ConfigError(f"Port {port} cannot be used ({reason}); choose another with --port.") from None
+        raise ConfigError(f"Port {port} cannot be used ({reason}). Choose another with --port.") from None

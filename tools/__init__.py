@@ -1,1 +1,1 @@
-"""What a user runs beside the road from text to text."""
+"""Tools to compare, watch, try, serve, import and export models."""

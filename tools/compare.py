@@ -1,12 +1,12 @@
-"""Compare models on text that none of them has learned: how well each predicts it, by how much they differ and how sure
-that is, what they cost, and what they write.
+"""Compare models on text that none of them was trained on: how well each predicts it, with the error of the difference,
+what they cost, and what they write.
 
     python tools/compare.py runs/small runs/medium
     python tools/compare.py runs/small runs/medium --html comparison.html
     python tools/compare.py runs/small smollm2
 
-Runs with other vocabularies compare too, for all is per byte. With --html it is a page that opens offline, with the
-curves of the runs.
+Models with different vocabularies can be compared, because losses are per byte. --html writes a page that opens
+offline, with the curves of the runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from common.output import table_row
 from common.script import script
 from common.validation import STRICT, NonEmptyText, option
 from serving.run_reader import RunReader
-from serving.watch_page import html_file, named, write_page
+from serving.watch_page import html_file, name_runs, write_page
 from training.records import find_records, read_metrics
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """Compare models on text that none of them has learned."""
+    """Compare models on text that none of them was trained on."""
 
     runs: tuple[str, ...] = option((), "", "run folders or checkpoints", word="RUN")
-    html: NonEmptyText | None = option(None, "page", "also write a page, with the curves", metavar="FILE")
+    html: NonEmptyText | None = option(None, "page", "also write a page with the curves", metavar="FILE")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "how", "where to compute")
 
 
@@ -45,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/compare.py").settings(argv, Options)
     if len(options.runs) < 2:
         raise ConfigError("Name two runs or more: tools/compare.py RUN RUN ...")
-    from common.checkpoint import open_checkpoint  # here, because --help must not import torch
+    from common.checkpoint import open_checkpoint  # imported here, because --help should not wait for torch
     from generation.comparison import Comparison
 
     html = html_file(options.html)
-    folders = named([Path(run) for run in options.runs])
+    folders = name_runs([Path(run) for run in options.runs])
     checkpoints = {name: open_checkpoint(folder) for folder, name in folders.items()}
-    metrics = {name: read_metrics(records_of(each.path)) for name, each in checkpoints.items()}
+    metrics = {name: read_metrics(find_records_of(each.path)) for name, each in checkpoints.items()}
     comparison = Comparison.of(checkpoints, metrics, options.device)
-    said, tables = comparison.verdict(), comparison.tables()
+    said, tables = comparison.describe_verdict(), comparison.build_tables()
     print(*said, sep="\n")
     for head, *rows in tables:
         print("", table_row(head), table_row(["---"] * len(head)), *map(table_row, rows), sep="\n")
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def records_of(checkpoint: Path) -> Path:
-    """The records of the run that a checkpoint is in."""
+def find_records_of(checkpoint: Path) -> Path:
+    """Return the folder with the records of a checkpoint's run."""
     return find_records(checkpoint.parents[checkpoint.parent.name == "checkpoints"])
 
 

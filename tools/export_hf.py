@@ -4,7 +4,7 @@
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf --ollama
     python tools/export_hf.py runs/lora exported/lora --base exported/gpt2_small
 
-transformers loads the folder before it gets its name. If the logits or the token ids differ, there is no folder.
+The folder is loaded by transformers first. If logits or token ids differ, it is not written.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Options:
     """Write a trained model as a folder that Hugging Face transformers opens."""
 
     checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
-    out: NonEmptyText = option(..., "", "folder to write; empty, or not there yet", word="OUT")
+    out: NonEmptyText = option(..., "", "folder to write; new or empty", word="OUT")
     base: NonEmptyText | None = option(
-        None, "also", "for LoRA adapters: the folder their base was exported to", metavar="FOLDER"
+        None, "also", "for LoRA adapters: folder of their exported base", metavar="FOLDER"
     )
-    gguf: NonEmptyText | None = option(None, "also", "write a file for llama.cpp and Ollama too", metavar="FILE")
+    gguf: NonEmptyText | None = option(None, "also", "also write a file for llama.cpp and Ollama", metavar="FILE")
     gguf_type: Literal["f16", "f32", "q8_0"] | None = option(
-        None, "also", "of its weights: half precision [f16], as trained, or 8 bits, half the size of f16"
+        None, "also", "type of its weights: half precision [f16], as trained, or 8 bits"
     )
     ollama: bool = option(False, "also", "with --gguf: write a Modelfile for Ollama beside it")
 
@@ -45,8 +45,8 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/export_hf.py").settings(argv, Options)
     if (options.gguf_type or options.ollama) and not options.gguf:
-        raise ConfigError("--gguf_type and --ollama are for --gguf FILE.")
-    from exchange import gguf_export  # here, because --help must not import torch
+        raise ConfigError("--gguf_type and --ollama need --gguf FILE.")
+    from exchange import gguf_export  # imported here, because --help should not wait for torch
     from exchange.hf_export import export
 
     checkpoint, out, base = options.checkpoint, Path(options.out), options.base
@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     difference = export(checkpoint, out, Path(base) if base else None)
     reader = "peft" if base else "transformers"
     print(
-        f"{checkpoint} is now {out}. Read back by {reader}, its logits differ by {difference}, its token ids not at "
-        "all."
+        f"Exported {checkpoint} to {out}. Loaded by {reader}, its logits differ by {difference}, and its token ids are "
+        "the same."
     )
     model = f'AutoModelForCausalLM.from_pretrained("{base or out}")'
     model = f'PeftModel.from_pretrained({model}, "{out}")' if base else model
-    print(f'\nUse it: {model}, AutoTokenizer.from_pretrained("{out}")')
+    print(f'\nTo use it: {model}, AutoTokenizer.from_pretrained("{out}")')
     if options.gguf:
         gguf_export.export_file(checkpoint, Path(options.gguf), options.gguf_type or "f16", options.ollama)
     return 0

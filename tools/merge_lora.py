@@ -1,8 +1,8 @@
-"""Make an ordinary checkpoint of LoRA adapters and their base. It no longer needs that base.
+"""Merge LoRA adapters and their base into an ordinary checkpoint, which no longer needs the base.
 
     python tools/merge_lora.py runs/lora pretrained/merged
 
-Generating, scoring and exporting merge adapters automatically. Use this to train further, or to share one folder.
+Generation, scoring and export merge adapters automatically. Use this to train further, or to share one folder.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from common.validation import STRICT, NonEmptyText, option
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """Make an ordinary checkpoint of LoRA adapters and their base."""
+    """Merge LoRA adapters and their base into an ordinary checkpoint."""
 
     checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
-    out: NonEmptyText = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
+    out: NonEmptyText = option(..., "", "checkpoint folder to write; new or empty", word="OUT")
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/merge_lora.py").settings(argv, Options)
-    from exchange.folders import merge_checkpoint  # here, because --help must not import torch
+    from exchange.folders import merge_checkpoint  # imported here, because --help should not wait for torch
 
     out = Path(options.out)
     difference = merge_checkpoint(options.checkpoint, out)
     print(
-        f"{options.checkpoint} and its base are now {out}. Its logits differ from those of the adapted model by "
+        f"Merged {options.checkpoint} and its base into {out}. Its logits differ from those of the adapted model by "
         f"{difference}."
     )
-    print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
-    print(f"Train it further: python train_colab_mmap.py --init_from {out}")
+    print(f'\nTo generate: python generate.py --checkpoint {out} --prompt "..."')
+    print(f"To train it further: python train_colab_mmap.py --init_from {out}")
     return 0
 
 

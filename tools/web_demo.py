@@ -1,4 +1,4 @@
-"""A page to try trained models on: text as it is generated, checkpoints side by side, alternatives to each token.
+"""Try trained models on a page: text as it is generated, checkpoints side by side, alternatives to each token.
 
     python tools/web_demo.py
     python tools/web_demo.py runs/gpt2_small runs/lora --port 8080
@@ -24,20 +24,20 @@ from common.errors import ConfigError, require_packages
 from common.flags import Parser
 from common.script import script
 from common.validation import STRICT, NonEmptyText, option
-from serving.server import free_port, key_for
+from serving.server import choose_key, find_port
 
-USER = "guest"  # where the page asks for a password
+USER = "guest"  # name for the password
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """A page to try trained models on. By default only this machine can open it. With --host or --share, others need a
-    password, which is printed; the environment variable SERVE_API_KEY chooses it."""
+    """Try trained models on a page. By default only this machine can open it. With --host or --share, others need a
+    password, which is printed; set it with the environment variable SERVE_API_KEY."""
 
     places: tuple[str, ...] = option(("runs",), "", "checkpoints, run folders, folders of runs", word="PATH")
-    host: NonEmptyText = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
-    port: int = option(8000, "address", "0: any free one", ge=0, le=65535)
-    share: bool = option(False, "address", "an address on the internet, through Gradio's servers")
+    host: NonEmptyText = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all")
+    port: int = option(8000, "address", "port; 0: any free one", ge=0, le=65535)
+    share: bool = option(False, "address", "also get an address on the internet, through Gradio's servers")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "address", "where to compute")
 
 
@@ -45,23 +45,23 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/web_demo.py").settings(argv, Options)
     require_packages("gradio")
-    port, key = free_port(options.host, options.port), key_for(options.host, options.share)
-    import gradio  # here, because --help must not import it and torch
+    port, key = find_port(options.host, options.port), choose_key(options.host, options.share)
+    import gradio  # imported here, because --help should not wait for it and torch
 
     from serving.demo_page import launch, make_page
     from serving.models import Library
 
     library = Library([Path(place) for place in options.places], options.device)
     library.require_any()
-    gradio.close_all(verbose=False)  # the page that this cell of a notebook opened before
+    gradio.close_all(verbose=False)  # in a notebook, the page that this cell opened before
     page = make_page(library)
     launch(page, options.host, port, (USER, key) if key else None, options.share)
     if options.share and not page.share_url:
-        raise ConfigError("--share got no address: is this machine on the internet? Without --share it stays local.")
+        raise ConfigError("--share got no address. Check the internet connection, or leave --share out.")
     who = f"user {USER}, password {key}" if key else "this machine only"
-    print(f"Listening  {page.share_url or page.local_url}, for {who}; Ctrl-C ends it", flush=True)
+    print(f"Listening  {page.share_url or page.local_url}, for {who}; press Ctrl-C to stop", flush=True)
     shell = sys.modules.get("IPython")
-    if not shell or not shell.get_ipython():  # in a notebook, the cell ends and the page stays
+    if not shell or not shell.get_ipython():  # in a notebook the page stays open after the cell
         threading.Event().wait()
     return 0
 

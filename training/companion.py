@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.files import name_input
 from common.output import byte_size, duration
 from common.script import world
-from generation.passages import learned_text
+from generation.passages import find_training_tokens
 from tokenization.extract import find_files
 from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
@@ -181,7 +181,11 @@ def resolve_path(text: Any) -> str:
 def has_changed(base: Base) -> bool:
     """Return whether files of the companion were added or edited since the base was trained; False if its tokens are
     gone."""
-    then = learned_text(base.checkpoint) if base.checkpoint and not str(base.config.input).startswith(HUB) else None
+    then = (
+        find_training_tokens(base.checkpoint)
+        if base.checkpoint and not str(base.config.input).startswith(HUB)
+        else None
+    )
     return then is not None and text_settings(base.config, Previous()).output_dir != str(then.path.parent)
 
 
@@ -305,7 +309,7 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
     dial.most_passes = OWN_PASSES
     choice = dial.find_best()
     config = dial.config_of(choice)
-    learned = learned_text(weights)
+    learned = find_training_tokens(weights)
     if learned is None:
         return config
     companion = measure_tokens(replace(requested, data_dir=str(learned.path.parent)))

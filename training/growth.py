@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.files import read_json
 from common.script import world
 from common.validation import build
-from generation.passages import learned_text
+from generation.passages import find_training_tokens
 from tokenization.metadata import TokenMetadata, find_metadata
 from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
 from training.mirror import Mirror
@@ -83,7 +83,7 @@ def find_growth(config: Config) -> Growth | None:
     (now,) = map(TokenMetadata.read, find_metadata(Path(str(folder))))
     if now.tokens_sha256 == sha256:  # only the files' dates have changed
         return None
-    return Growth(weights, previous.saved.state.tokens, learned_text(previous.checkpoint), now)
+    return Growth(weights, previous.saved.state.tokens, find_training_tokens(previous.checkpoint), now)
 
 
 def shape_keys(config: Config) -> dict[str, Any]:

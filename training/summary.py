@@ -18,14 +18,14 @@ from generation.loading import load_checkpoint
 from generation.passages import (
     Difference,
     Passage,
-    difference,
-    found_in_training,
-    held_out_passages,
-    learned_text,
-    next_sentences,
+    add_scores,
+    choose_spread,
+    compare_scores,
+    find_in_training,
+    find_training_tokens,
+    read_held_out,
+    score_next_sentences,
     score_passages,
-    spread,
-    total,
 )
 from generation.trace import TracedText, describe_share, read_training_text
 from tokenizer_base import TokenizerError
@@ -114,7 +114,9 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         with contextlib.suppress(DataError):  # the text may have been moved
             training_text = TracedText(read_training_text(config.values()))
             written = [each.text for each in samples]
-            facts["Copied"] = describe_share([span for text in written for span in training_text.spans(text)], written)
+            facts["Copied"] = describe_share(
+                [span for text in written for span in training_text.find_spans(text)], written
+            )
     stopped_early = has_stopped_early(state, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
@@ -249,11 +251,13 @@ def score_on_passages(run: Run) -> dict[str, str]:
     weights trained on another text, what it has learned and forgotten. Return {name: fact}; {} if the token folder is
     gone."""
     try:
-        passages = held_out_passages(run.data.metadata)
+        passages = read_held_out(run.data.metadata)
         facts = {}
         if run.data.metadata.chat_template is None:
             log.info("Scoring    next sentences of held-out passages ...")
-            guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
+            guessed = score_next_sentences(
+                run.model, run.data.tokenizer, [each.text for each in choose_spread(passages)]
+            )
             facts = {"Next sentence": str(guessed)} if guessed.of else {}
         return facts | (compare_with_start(run, passages) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
@@ -266,13 +270,13 @@ def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
     base = open_checkpoint(str(run.config.init_from))
     if base.weights_sha256() != run.state.initialized_from:  # trained further since
         return {}
-    then, now = learned_text(base), run.data.metadata
+    then, now = find_training_tokens(base), run.data.metadata
     if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
         return {}
-    held_out = {passage.text for passage in held_out_passages(then)}
-    old = spread([passage for passage in passages if passage.text in held_out])
-    new = spread([passage for passage in passages if passage.text not in held_out])
-    known = found_in_training(then, new)
+    held_out = {passage.text for passage in read_held_out(then)}
+    old = choose_spread([passage for passage in passages if passage.text in held_out])
+    new = choose_spread([passage for passage in passages if passage.text not in held_out])
+    known = find_in_training(then, new)
     parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
     before, tokenizer = load_checkpoint(base, run.model.device.type, torch.float32)
     facts, change = {}, {}
@@ -283,8 +287,8 @@ def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
             continue
         log.info(f"Scoring    {len(chosen)} held-out passages of the {name.lower()}, with new and initial weights ...")
         pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
-        change[name] = difference(*pair)
-        after, was = (total(scores).bits_per_byte for scores in pair)
+        change[name] = compare_scores(*pair)
+        after, was = (add_scores(scores).bits_per_byte for scores in pair)
         facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on {len(chosen)} held-out passages"
     if len(change) == 2:
         facts["Learned"] = describe_learning(change["Old text"], change["New text"])

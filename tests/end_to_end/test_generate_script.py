@@ -231,8 +231,8 @@ def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
 
 def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypatch):
     streamed = []
-    real = command.stream_one
-    monkeypatch.setattr(command, "stream_one", lambda *given, **more: streamed.append(given) or real(*given, **more))
+    real = command.print_stream
+    monkeypatch.setattr(command, "print_stream", lambda *given, **more: streamed.append(given) or real(*given, **more))
     one = ("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
     for flags, expected in (((), 1), (("--no_stream",), 0), (("--json",), 0), (("--prompt", "b"), 0)):
         streamed.clear()

@@ -177,7 +177,7 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
         ("one_token.txt", b"a", "one_token.txt .* no document of two tokens or more"),
         ("latin.txt", b"caf\xe9s", r"it is not UTF-8.* \(latin.txt\)"),
         ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
-        ("missing.txt", None, "There is no file or folder missing.txt"),
+        ("missing.txt", None, "No such file or folder: missing.txt"),
         ("", None, "has an empty name"),
     ],
 )

@@ -421,7 +421,7 @@ def test_tokens_that_lost_their_metadata_are_not_replaced(train: Callable, tmp_p
     before = snapshot(tmp_path / "tokens")
     (tmp_path / "other.txt").write_text(generated_text(3_000, seed=1))
     result = train(tmp_path / "run", data_dir=tmp_path / "tokens", input=tmp_path / "other.txt")
-    assert result.code == 3 and "tokens_bpe.bin without the metadata" in result.err
+    assert result.code == 3 and "tokens_bpe.bin without metadata" in result.err
     assert snapshot(tmp_path / "tokens") == before
 
 

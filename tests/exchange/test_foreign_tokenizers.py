@@ -19,7 +19,7 @@ from common.chat import ChatTemplate, Message
 from common.errors import CheckpointError
 from exchange import gguf_file
 from exchange.hf_tokenizer import import_tokenizer
-from generation.completion import prompt_ids
+from generation.completion import encode_prompt
 from tests import models
 from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
@@ -257,9 +257,11 @@ def test_a_vocabulary_of_marked_letters_is_the_same_everywhere(tmp_path: Path) -
 def test_a_file_says_what_begins_a_text() -> None:
     llama = ours("llama3")
     assert llama.bos_id == llama.start_id == llama.special_ids["<|begin_of_text|>"]
-    assert prompt_ids(llama, "") == [llama.bos_id] and prompt_ids(llama, "a")[1:] == llama.encode("a").tolist()
+    assert encode_prompt(llama, "") == [llama.bos_id] and encode_prompt(llama, "a")[1:] == llama.encode("a").tolist()
     qwen = ours("qwen2")
-    assert qwen.bos_id is None and qwen.start_id == qwen.end_of_text_id and prompt_ids(qwen, "a") == [*qwen.encode("a")]
+    assert (
+        qwen.bos_id is None and qwen.start_id == qwen.end_of_text_id and encode_prompt(qwen, "a") == [*qwen.encode("a")]
+    )
 
 
 @needs_transformers

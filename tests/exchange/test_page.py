@@ -18,11 +18,11 @@ from exchange.folders import load_in_fp32
 from exchange.page_weights import pack
 from generation.completion import generate
 from generation.sampling import choose
-from generation.scoring import likelihoods
+from generation.scoring import compute_likelihoods
 from generation.settings import Sampling
-from generation.stream import only_text, stream
+from generation.stream import forbid_unused_ids, stream
 from model import TransformerLanguageModel
-from serving.demo_model import CONSIDERED, token_label
+from serving.demo_model import NUM_LIKELIEST, token_label
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, generated_text, run_script
 from tests.languages import HINDI
@@ -299,9 +299,9 @@ def test_a_click_shows_what_else_was_considered(browser: Any, tmp_path: Path) ->
         visitor.settings(8)
         visitor.write("the cat")
         sampling = Sampling(max_new_tokens=8, temperature=0)
-        bias = only_text(model, bpe())
+        bias = forbid_unused_ids(model, bpe())
         steps = stream(model, [bpe().encode("the cat").tolist()], sampling, bias)
-        expected = [likelihoods(logits, tokens, CONSIDERED, bias)[0] for tokens, logits in steps]
+        expected = [compute_likelihoods(logits, tokens, NUM_LIKELIEST, bias)[0] for tokens, logits in steps]
         tokens = visitor.tab.locator(".turn.model .token")
         assert tokens.count() == len(expected)
         for i in (0, 3):

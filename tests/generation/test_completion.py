@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from generation import completion, stream
-from generation.completion import Completion, generate, prompt_ids
+from generation.completion import Completion, encode_prompt, generate
 from generation.sampling import Sampling
-from generation.stream import only_text
+from generation.stream import forbid_unused_ids
 from model import KVCache, TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import (
@@ -183,8 +183,8 @@ def favour(model: TransformerLanguageModel, ids: Sequence[int]) -> TransformerLa
 def test_special_tokens_but_end_of_text_are_never_sampled(bpe, sampling):
     unused = {1, 2}  # <|pad|> and <|unk|>
     model = favour(random_model(bpe.vocab_size), unused)
-    rows = [prompt_ids(bpe, prompt) for prompt in ("the", "cat and")]
-    steps = list(stream.stream(model, rows, sampling, only_text(model, bpe)))
+    rows = [encode_prompt(bpe, prompt) for prompt in ("the", "cat and")]
+    steps = list(stream.stream(model, rows, sampling, forbid_unused_ids(model, bpe)))
     assert len(steps) == 10 and not unused & {token for tokens, _ in steps for token in tokens}
 
 
@@ -202,7 +202,7 @@ def test_ids_of_the_model_beyond_the_tokenizers_are_never_sampled(characters, sa
 def streamed(model, bpe: BPETokenizer, sampling: Sampling, prompt: str = "the") -> tuple[Completion, list[str]]:
     """A completion, and the pieces as which its text came."""
     made = Completion(bpe, sampling.stop)
-    steps = stream.stream(model, [prompt_ids(bpe, prompt)], sampling, only_text(model, bpe))
+    steps = stream.stream(model, [encode_prompt(bpe, prompt)], sampling, forbid_unused_ids(model, bpe))
     return made, list(made.pieces(steps))
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from generation.completion import generate
-from generation.scoring import Likelihood, likelihoods
-from generation.stream import only_text, stream
+from generation.scoring import Likelihood, compute_likelihoods
+from generation.stream import forbid_unused_ids, stream
 from tests.generation.helpers import GREEDY, SAMPLED, changed
 
 PROMPTS = [[1, 4, 0], [7], [2, 2, 5, 3, 1]]
@@ -26,10 +26,10 @@ def logprobs_of(model, ids: list[int]) -> torch.Tensor:
     ids=["greedy", "sampled", "penalties"],
 )
 def test_logprobs_are_those_of_the_model_whatever_the_sampling(model, characters, sampling):
-    bias = only_text(model, characters)
+    bias = forbid_unused_ids(model, characters)
     made: list[list[Likelihood]] = [[] for _ in PROMPTS]
     for tokens, logits in stream(model, PROMPTS, sampling, bias):
-        for row, one in zip(made, likelihoods(logits, tokens, COUNT, bias), strict=True):
+        for row, one in zip(made, compute_likelihoods(logits, tokens, COUNT, bias), strict=True):
             row.append(one)
     completions = generate(model, characters, PROMPTS, sampling)
     for prompt, of_text, completion in zip(PROMPTS, made, completions, strict=True):

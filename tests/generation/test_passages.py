@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from generation.passages import (
     Passage,
-    difference,
-    found_in_training,
-    held_out_passages,
-    next_sentences,
-    places_in,
+    choose_spread,
+    compare_scores,
+    find_in_training,
+    find_places,
+    read_held_out,
+    score_next_sentences,
     score_passages,
-    spread,
 )
 from generation.scoring import Score
 from model import TransformerLanguageModel
@@ -41,19 +41,19 @@ def metadata_of(text: str, folder: Path, **options: Any) -> TokenMetadata:
 @pytest.mark.parametrize("options", [{"vocab_size": 300}, {"tokenizer": "char"}], ids=["bpe", "characters"])
 def test_what_is_held_out_is_not_in_the_training_part_and_the_rest_is(options: dict, tmp_path: Path) -> None:
     text = generated_text(120_000, seed=3)
-    held_out = held_out_passages(metadata := metadata_of(text, tmp_path / "a", **options))
+    held_out = read_held_out(metadata := metadata_of(text, tmp_path / "a", **options))
     assert held_out and all(passage.text.strip() in text for passage in held_out)
     whole = "".join(passage.text for passage in held_out)
     assert 0.04 < len(whole) / len(text) < 0.25
-    assert not found_in_training(metadata, held_out)
+    assert not find_in_training(metadata, held_out)
     kept = [Passage(text[start : start + 500]) for start in (0, 50_000)]
-    assert found_in_training(metadata, kept) == {passage.text for passage in kept}
+    assert find_in_training(metadata, kept) == {passage.text for passage in kept}
 
 
 def test_other_vocabularies_hold_out_the_same(tmp_path: Path) -> None:
     text = generated_text(120_000, seed=3)
     few, many = (metadata_of(text, tmp_path / str(size), vocab_size=size) for size in (300, 600))
-    assert held_out_passages(few) == held_out_passages(many)
+    assert read_held_out(few) == read_held_out(many)
 
 
 @settings(max_examples=30)
@@ -63,11 +63,11 @@ def test_the_error_of_a_difference_is_that_of_the_mean_for_passages_of_one_lengt
     draws = np.random.RandomState(data.draw(st.integers(0, 99)))
     shared, own = 5 * draws.rand(count), draws.rand(count)
     one, other = ([Score(nats, 1, 100) for nats in values] for values in (shared + own, shared))
-    found = difference(one, other)
+    found = compare_scores(one, other)
     per_byte = own / 100 / math.log(2)
     assert found.mean == pytest.approx(per_byte.mean())
     assert found.error == pytest.approx(2 * per_byte.std() / math.sqrt(count), rel=0.15), "what both share cancels out"
-    assert difference(one, one) == (0, 0) and not difference(one, one).is_clear
+    assert compare_scores(one, one) == (0, 0) and not compare_scores(one, one).is_clear
 
 
 def test_a_passage_with_an_unknown_character_is_refused_by_name(characters: CharacterTokenizer) -> None:
@@ -78,9 +78,9 @@ def test_a_passage_with_an_unknown_character_is_refused_by_name(characters: Char
 def test_the_true_next_sentence_is_compared_by_byte_with_one_as_long(bpe: BPETokenizer) -> None:
     model = random_model(bpe.vocab_size, max_seq_len=200)
     texts = [generated_text(900, seed=seed).replace(".\n", ". ") for seed in range(6)]
-    guessed = next_sentences(model, bpe, texts)
+    guessed = score_next_sentences(model, bpe, texts)
 
-    places = sorted((place for text in texts for place in places_in(text)), key=lambda place: len(place.sentence))
+    places = sorted((place for text in texts for place in find_places(text)), key=lambda place: len(place.sentence))
     right = of = 0
     for i, place in enumerate(places):
         other = places[i + 1 if i + 1 < len(places) else i - 1].sentence
@@ -109,14 +109,14 @@ def per_byte(model: TransformerLanguageModel, bpe: BPETokenizer, before: str, af
     ],
 )
 def test_sentences_end_as_people_end_them(text: str, sentences: int) -> None:
-    found = list(places_in(text))
+    found = list(find_places(text))
     assert len(found) == sentences
     assert all(place.before + place.gap + place.sentence in text for place in found)
 
 
 @given(st.integers(0, 1000))
 def test_items_are_spread_evenly(count: int) -> None:
-    chosen = spread(list(range(count)))
+    chosen = choose_spread(list(range(count)))
     assert (
         len(chosen) == min(count, 200)
         and chosen[:1] + chosen[-1:] == ([0, count - 1] if count > 1 else [0, 0] * count)[:2]

@@ -25,7 +25,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
         made.append(TapeRecorder())
         return made[-1]
 
-    monkeypatch.setattr(stream, "step_recorder", recorder)
+    monkeypatch.setattr(stream, "build_recorder", recorder)
     monkeypatch.setattr(sampling_module, "runs_ahead", lambda device: True)
     return made
 
@@ -58,7 +58,7 @@ def test_where_recording_fails_the_text_comes_unrecorded(
     asked = Sampling(max_new_tokens=20, repetition_penalty=1.5)
     expected = generate(model, characters, rows, asked)
     say_once.cache_clear()
-    monkeypatch.setattr(stream, "step_recorder", lambda device: Failing())
+    monkeypatch.setattr(stream, "build_recorder", lambda device: Failing())
     for _ in range(2):
         assert generate(model, characters, rows, asked) == expected
     assert caplog.text.count("not recorded as CUDA graphs (CUDA error: operation not permitted when stream") == 1

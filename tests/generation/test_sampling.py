@@ -87,7 +87,7 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
     chosen = []
     for head in (6, 40):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling_module, "SORTED_FIRST", head)
+            patch.setattr(sampling_module, "NUM_SORTED_FIRST", head)
             chosen.append(choose(logits.clone(), uniforms, sampling).tolist())
     assert chosen[0] == chosen[1]
 
@@ -96,7 +96,9 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
 @pytest.mark.parametrize("top_k", [0, 3, 9])
 @pytest.mark.parametrize("top_p", [0.3, 0.77, 1.0])
 def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
-    monkeypatch.setattr(sampling_module, "SORTED_FIRST", 6)  # so that the nucleus ends within it here, beyond it there
+    monkeypatch.setattr(
+        sampling_module, "NUM_SORTED_FIRST", 6
+    )  # so that the nucleus ends within it here, beyond it there
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 40, generator=random) * torch.tensor([0.3, 1.0, 2.0, 4.0, 9.0])[:, None]
     uniforms = torch.rand(5, generator=random, dtype=torch.float64)

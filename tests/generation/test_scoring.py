@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation import scoring
-from generation.scoring import Score, json_row, meaning, score_documents, table_line, windows
+from generation.scoring import Score, cut_windows, describe_score, render_score, score_documents, score_to_json
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
@@ -57,7 +57,7 @@ def one_by_one(logits: Logits, ids: Sequence[int], context: int, stride: int) ->
 def test_windows_count_each_id_once_with_the_context_that_is_promised(length, context, data, cuts) -> None:
     stride = data.draw(st.integers(1, context))
     seen = []
-    for window, first in windows(
+    for window, first in cut_windows(
         np.split(np.arange(length), sorted(min(cut, length) for cut in cuts)), context, stride
     ):
         assert len(window) - 1 <= context
@@ -111,8 +111,8 @@ def test_batches_change_nothing(bpe, monkeypatch, tokens_at_once: int, logits_at
     model = cached_model(bpe.vocab_size)
     texts = ["the cat", "x", "and the dog and the hat " * 9, "", "cats and dogs " * 4]
     expected = [score.nats for score in score_documents(model, bpe, [parts(bpe, text) for text in texts], stride=6)]
-    monkeypatch.setattr(scoring, "TOKENS_AT_ONCE", tokens_at_once)
-    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(scoring, "BATCH_TOKENS", tokens_at_once)
+    monkeypatch.setattr(scoring, "BATCH_LOGITS", logits_at_once)
     assert [
         score.nats for score in score_documents(model, bpe, [parts(bpe, text) for text in texts], 6)
     ] == pytest.approx(expected)
@@ -187,24 +187,24 @@ def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path, monk
 def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     score = Score(nats=1e6, tokens=10, bytes=10)
     assert (score.loss, score.perplexity) == (1e5, math.inf)
-    row = json_row(score)
+    row = score_to_json(score)
     names = ["tokens", "bytes", "characters", "loss", "perplexity", "bits_per_byte", "bits_per_character"]
     assert list(row) == names
     assert row["perplexity"] is None and row["loss"] == 1e5
-    assert "inf" in table_line("a.txt", score)
+    assert "inf" in render_score("a.txt", score)
 
 
 @pytest.mark.parametrize(
     ("bits", "said"), [(0.2, "by heart"), (1.9, "real words"), (7.9, "nothing"), (8.04, "worse than chance")]
 )
 def test_a_score_in_words(bits: float, said: str) -> None:
-    assert said in meaning(Score(nats=bits * 100 * math.log(2), tokens=30, bytes=100, characters=100))
-    assert "nothing was predicted" in meaning(Score())
+    assert said in describe_score(Score(nats=bits * 100 * math.log(2), tokens=30, bytes=100, characters=100))
+    assert "nothing was predicted" in describe_score(Score())
 
 
 def test_a_score_is_read_by_the_character() -> None:
     nats = 2.3 * 100 * math.log(2)
-    hindi = meaning(Score(nats, tokens=30, bytes=253, characters=100))
+    hindi = describe_score(Score(nats, tokens=30, bytes=253, characters=100))
     assert "0.91 bits per byte, 2.30 per character" in hindi and "pieces of words" in hindi
-    chinese = meaning(Score(nats, tokens=60, bytes=260, characters=100, cjk=80))
+    chinese = describe_score(Score(nats, tokens=60, bytes=260, characters=100, cjk=80))
     assert "alphabets only" in chinese

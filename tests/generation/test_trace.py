@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.trace import FEWEST_WORDS, Span, TracedText, describe_share, read_training_text
+from generation.trace import MIN_SPAN_WORDS, Span, TracedText, describe_share, read_training_text
 
 WORDS = st.sampled_from(["we", "saw", "the", "whale", "don't", "मछली", "naïve", "1851"])
 
@@ -35,10 +35,10 @@ def test_every_span_is_found_and_as_long_as_it_can_be(
     expected, position = [], 0
     while position < len(written):
         length = longest(written[position:], there)
-        if length >= FEWEST_WORDS:
+        if length >= MIN_SPAN_WORDS:
             expected.append(written[position : position + length])
-        position += length if length >= FEWEST_WORDS else 1
-    found = traced(folder, "\n".join(there)).spans(", ".join(written).upper())
+        position += length if length >= MIN_SPAN_WORDS else 1
+    found = traced(folder, "\n".join(there)).find_spans(", ".join(written).upper())
     assert [span.text.lower().split(", ") for span in found] == expected
     for span in found:  # each word of the file has its line
         line = int(span.place.removeprefix("0.txt, line "))
@@ -48,18 +48,18 @@ def test_every_span_is_found_and_as_long_as_it_can_be(
 def test_the_file_and_the_line_are_named_whatever_the_line_breaks_and_the_case(tmp_path: Path) -> None:
     text = "Call me\nIshmael. Some years ago -- never mind\nhow long precisely -- having little money\n"
     training_text = traced(tmp_path, "Nothing is here.\n", text)
-    (span,) = training_text.spans('He said: "some YEARS ago, never mind how\n  long precisely". So.')
+    (span,) = training_text.find_spans('He said: "some YEARS ago, never mind how\n  long precisely". So.')
     assert span == Span("some YEARS ago, never mind how\n  long precisely", 8, "1.txt, line 2")
     assert describe_share([span], ["x " * 16]).startswith("50% of its words stand in the training text, 8 or more")
-    assert training_text.spans("never mind how long precisely having little") == []
+    assert training_text.find_spans("never mind how long precisely having little") == []
 
 
 def test_a_chinese_character_is_a_word(tmp_path: Path) -> None:
     training_text = traced(tmp_path, "道可道。非常道。名可名。非常名。")
-    (span,) = training_text.spans("老子說。道可道非常道名可也")
+    (span,) = training_text.find_spans("老子說。道可道非常道名可也")
     assert (span.text, span.words) == ("道可道非常道名可", 8)
 
 
 def test_texts_without_words(tmp_path: Path) -> None:
-    assert traced(tmp_path, "one two\n").spans("") == []
-    assert traced(tmp_path, "...\n").spans("one two three four five six seven eight nine") == []
+    assert traced(tmp_path, "one two\n").find_spans("") == []
+    assert traced(tmp_path, "...\n").find_spans("one two three four five six seven eight nine") == []

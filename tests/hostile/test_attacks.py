@@ -44,7 +44,7 @@ def test_metadata_reaches_no_file_elsewhere(key: str, name: str, training: Train
     (folder / "link.bin").symlink_to(secret)
     metadata = json.loads((folder / "tokens_metadata.json").read_text())
     (folder / "tokens_metadata.json").write_text(json.dumps({**metadata, key: name.format(secret=secret)}))
-    with pytest.raises(DataError, match=f"{key} in .* is not a file beside it"):
+    with pytest.raises(DataError, match=f"{key} in .* is not a file in the same folder"):
         use_tokens(training.config)
 
 
@@ -56,7 +56,7 @@ def test_no_packed_file_is_unpacked_to_another_folder(training: Training) -> Non
     shutil.move(folder / "packed.bin.gz", folder / "target.bin.gz")
     metadata = json.loads((folder / "tokens_metadata.json").read_text())
     (folder / "tokens_metadata.json").write_text(json.dumps({**metadata, "bin_file": "target.bin"}))
-    with pytest.raises(DataError, match="is not a file beside it"):
+    with pytest.raises(DataError, match="is not a file in the same folder"):
         use_tokens(training.config)
     assert not (folder.parent / "made.bin").exists()
 

@@ -221,7 +221,7 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
         notebook.get_text("path", "", None)
     Path("mine.txt").write_text("a text\n")
     text = notebook.get_text("path", "mine.txt", None)
-    assert notebook.size_of(text) == 7
+    assert notebook.count_bytes(text) == 7
     Path("mine.txt").write_text("")
     with pytest.raises(notebook.Stopped, match=r"mine\.txt is empty"):
         notebook.get_text("path", "mine.txt", None)

@@ -16,9 +16,9 @@ from common.chat import ChatTemplate, Message
 from common.errors import CheckpointError
 from generation.completion import generate as complete_rows
 from generation.sampling import Sampling
-from generation.terminal import room_for_prompt
+from generation.terminal import max_prompt_tokens
 from serving import demo_model
-from serving.demo_model import END, Turn, complete, converse
+from serving.demo_model import END_LABEL, Turn, complete, converse
 from serving.models import Library
 from tests.models import CHARACTERS, write_model
 
@@ -163,7 +163,7 @@ def test_a_text_may_begin_with_nothing_and_the_end_is_a_token(library: Library) 
 
     talker.model.head.register_forward_hook(certain)
     (card,) = page_of(complete(library, [names(library)["talker, best"]], "Why?", USUAL))
-    assert card["turns"][1]["tokens"][-1][:2] == ["", END] and card["note"].endswith("seed 7, ended by itself")
+    assert card["turns"][1]["tokens"][-1][:2] == ["", END_LABEL] and card["note"].endswith("seed 7, ended by itself")
     assert card["turns"][1]["text"] == ""
 
 
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library
 def test_a_model_that_fails_on_the_way_is_told_of(
     library: Library, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)
+    monkeypatch.setattr(demo_model, "SHOW_INTERVAL_SECONDS", 0.0)
     calls = iter(range(100))
 
     def fail(*_: Any) -> None:
@@ -239,7 +239,7 @@ def test_a_conversation_is_the_template_and_what_follows(library: Library) -> No
         Message("assistant", first["turns"][1]["text"]),
         Message("user", "And that?"),
     ]
-    ids = ChatTemplate().prompt_ids(served.tokenizer, said, room_for_prompt(served.model, sampling))
+    ids = ChatTemplate().prompt_ids(served.tokenizer, said, max_prompt_tokens(served.model, sampling))
     (expected,) = complete_rows(served.model, served.tokenizer, [ids], sampling)
     assert second["turns"][3]["text"] == expected.text.lstrip()
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from serving import watch_page
-from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
+from serving.run_reader import FIELDS, MAX_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
 from tools import watch
 from training.records import Sample, format_metrics, format_sample
@@ -146,7 +146,7 @@ def test_of_a_long_run_nothing_that_stands_out_is_lost(run: Path) -> None:
     write_rows(run, *rows)
     columns = read(run)["columns"]
     steps = columns["step"]
-    assert len(steps) <= 4 * MOST_STRETCHES and (steps[0], steps[-1]) == (1, 20_000) and steps == sorted(steps)
+    assert len(steps) <= 4 * MAX_STRETCHES and (steps[0], steps[-1]) == (1, 20_000) and steps == sorted(steps)
     assert columns["train_loss"][steps.index(7_778)] == 99.0
     assert [s for s, loss in zip(steps, columns["val_loss"], strict=True) if loss] == list(range(100, 20_001, 100))
     assert all(rows[s - 1]["train_loss"] == loss for s, loss in zip(steps, columns["train_loss"], strict=True))
@@ -401,5 +401,5 @@ def test_the_copies_of_a_run_show_it_as_it_was_at_the_newest(tmp_path: Path) -> 
     for step in (20, 40):
         copies.joinpath(f"step_{step:08d}-0123abcd").mkdir(parents=True)
         make_run(tmp_path / "made", steps=step).rename(copies / f"step_{step:08d}-0123abcd" / "run")
-    assert watch_page.runs_in(tmp_path / "drive") == watch_page.runs_in(copies) == [copies]
+    assert watch_page.find_runs(tmp_path / "drive") == watch_page.find_runs(copies) == [copies]
     assert read(copies)["columns"]["step"][-1] == 40

@@ -88,8 +88,8 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ([], "a JSON list; an object"),
-        ({}, "not a known form of conversation"),
+        ([], "a JSON list, but an object"),
+        ({}, "not a known conversation format"),
         ({"text": "x"}, "its keys are 'text'"),
         ({"messages": {}}, "the turns are a JSON dict"),
         ({"messages": []}, "it has no answer"),
@@ -100,12 +100,12 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
             "turn 1 has the weight 0; only 1 is supported",
         ),
         ({"messages": [{"role": "user"}]}, "it has no answer"),
-        ({"messages": [{"role": "user", "content": 5}]}, "turn 1 is a JSON int; a text was expected"),
+        ({"messages": [{"role": "user", "content": 5}]}, "turn 1 is a JSON int, but a text is needed"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 is a JSON list"),
         ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),
         ({"messages": chat([ANSWER, QUESTION])}, "it has no answer"),
         ({"prompt": "x", "completion": " \n"}, "it has no answer"),
-        ({"mapping": {"a": {"message": {"author": None}}}, "current_node": "a"}, "not as ChatGPT writes it"),
+        ({"mapping": {"a": {"message": {"author": None}}}, "current_node": "a"}, "not ChatGPT's format"),
         ({"instruction": 1, "output": "x"}, "instruction is a JSON int"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "it has no answer"),
     ],
@@ -172,7 +172,7 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, form: str) -> 
 BAD_LINES = [
     ('{"prompt": "a", "compl', "not valid JSON"),
     ('{"prompt": "a", "completion": ""}', "it has no answer"),
-    ('{"text": "x"}', "not a known form of conversation"),
+    ('{"text": "x"}', "not a known conversation format"),
     ("17", "a JSON int"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', "it has no answer"),
     ("[" * 100_000, "not usable JSON"),
@@ -201,8 +201,8 @@ def test_a_bad_record_is_left_out_counted_and_named(
     [
         ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "1 of its 2 records; record 2: not valid JSON"),
         ('[{"prompt": "a", "completion": "b"}\n {}]', "a comma or the end of the array is missing"),
-        ('[{"prompt": "a", "completion": "b"},', "the array does not end"),
-        ('[{"prompt": "a", "completion": "b"}] x', "there is more after the array"),
+        ('[{"prompt": "a", "completion": "b"},', "the array has no end"),
+        ('[{"prompt": "a", "completion": "b"}] x', "text follows the array"),
     ],
 )
 def test_an_array_is_read_as_far_as_it_can_be(
@@ -220,11 +220,11 @@ def test_an_array_is_read_as_far_as_it_can_be(
     ("content", "said"),
     [
         ("[" + "[" * 100_000, "not usable JSON"),
-        ("[]", "Conversations found: 0"),
-        ('[{"prompt": "a", "completion": "b"}]', "Conversations found: 1. At least two"),
-        ("\n\n", "Conversations found: 0"),
+        ("[]", "Found 0 conversations"),
+        ('[{"prompt": "a", "completion": "b"}]', "Found 1 conversations"),
+        ("\n\n", "Found 0 conversations"),
         (b'{"prompt": "\xff"}', "it is not UTF-8"),
-        ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Conversations found: 1. At least two"),
+        ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Found 1 conversations"),
         (b'[{"prompt": "\xff"}]', "it is not UTF-8"),
     ],
 )
@@ -299,8 +299,8 @@ def test_text_in_the_place_of_conversations_leaves_no_mask_behind(tmp_path: Path
     ("flags", "code", "said"),
     [
         (["--format", "chats"], 2, "allowed: text, chat"),
-        (["--format", "chat", "--text_key", "x"], 2, "--text_key is for --format text"),
-        (["--format", "chat", "--document_separator", "x"], 2, "--document_separator is for --format text"),
+        (["--format", "chat", "--text_key", "x"], 2, "--text_key applies only with --format text"),
+        (["--format", "chat", "--document_separator", "x"], 2, "--document_separator applies only with --format text"),
         (["--format", "chat", "--tokenizer", "char"], 2, "no character would end an answer"),
     ],
 )

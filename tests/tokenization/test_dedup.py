@@ -105,5 +105,5 @@ def test_a_licence_in_ten_books_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert tokenize_local_bpe.main([*flags, "--dedup", "exact"]) == 0
     texts = documents()
     assert len(texts) == 10 and all(text.startswith("Chapter 0") and text.endswith("THE END") for text in texts)
-    assert "2 documents that are copies of others, and 20 paragraphs that stand in 5 documents" in report()
+    assert "2 copies of other documents, and 20 paragraphs that occur in 5 documents" in report()
     assert "**Repeated** 10 times: This book is for the use of anyone" in report()

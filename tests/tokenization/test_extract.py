@@ -160,8 +160,8 @@ def test_every_file_that_is_not_read_is_named_with_what_to_do(folder: Path) -> N
         "deck.pptx": "save it as .pdf",
         "old.mobi": "convert it to .epub",
         "b.zip/f.zip, more.7z": "unpack it",
-        "b.zip/e.png, photo.jpg, ~$a.docx": "no text, by its name",
-        "app.js": "it may be text: --input 'in/**/*.js' reads such files",
+        "b.zip/e.png, photo.jpg, ~$a.docx": "not text, by its name",
+        "app.js": "it may be text; read such files with --input 'in/**/*.js'",
     }.items():
         assert any(f"- **Left out**: {names}: {said}" in line for line in lines), (names, lines)
 
@@ -214,7 +214,9 @@ def test_a_table_gives_the_texts_of_a_column(folder: Path, separator: str) -> No
 def test_a_table_without_the_column_names_those_that_it_has(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "a.csv").write_text("id,title,body\n1,One,one\n")
     assert tokenize() == 3
-    assert 'no column "text", but id, title, body: --text_key names' in capsys.readouterr().err
+    assert (
+        'no column "text", but id, title, body; name the one with the text with --text_key' in capsys.readouterr().err
+    )
     (folder / "b.txt").write_text("Some text.\n" * 20)
     assert tokenize() == 0
     assert documents() == ["Some text.\n" * 20]
@@ -275,7 +277,7 @@ def test_zst_is_read_beside_gz_and_zip(folder: Path) -> None:
     assert "**Left out**: c.zip/.f.txt: hidden" in report()
     assert not list(Path("..").glob("g.md")) and "| c.zip/x/c.txt | text | 1 | 5 |" in report()
     (folder / "a.txt.zst").write_bytes(zstd.compress(b"first")[:-3])
-    assert tokenize() == 0 and "**Left out**: a.txt.zst: is not a whole zstd file" in report()
+    assert tokenize() == 0 and "**Left out**: a.txt.zst: is a damaged zstd file" in report()
 
 
 def test_conversations_among_other_files_become_text(folder: Path) -> None:
@@ -286,7 +288,7 @@ def test_conversations_among_other_files_become_text(folder: Path) -> None:
     assert tokenize() == 0
     chat = "User: Hi?\nAssistant: Hello."
     assert sorted(documents()) == ["A text.", "Some text.", chat, chat]
-    assert "**Left out**: package.json: most of it cannot be used: 1 of its 1 records; record 1" in report()
+    assert "**Left out**: package.json: most of its records are unusable: 1 of its 1 records; record 1" in report()
 
 
 @pytest.mark.extras("chardet")
@@ -310,7 +312,7 @@ def test_an_encoding_that_is_given_decides(folder: Path, capsys: pytest.CaptureF
     assert documents() == ["Größe und Maß" * 9]
     (folder / "a.txt").write_bytes("Größe und Maß".encode("utf-16-be") * 9)
     assert tokenize() == 3
-    assert "only UTF-16 has" in capsys.readouterr().err
+    assert "if it is UTF-16" in capsys.readouterr().err
     assert tokenize("--encoding", "utf-16-be") == 0
     assert documents() == ["Größe und Maß" * 9]
     assert tokenize("--encoding", "ascii") == 3
@@ -357,8 +359,8 @@ def test_whatever_happens_to_a_file_is_its_reason(tmp_path: Path, monkeypatch: p
     settings, waited = Settings(input=("a.bin",)), list[int]()
     with IsolatedReader(seconds=60.0) as isolated:
         for work, reason in {
-            crash: "crashed", fill_memory: "more than 2.0 GB of memory", fill_disk: "only a bomb",
-            fail: "KeyError: 'nothing that anybody expected'", sleep: "takes longer than 1 s",
+            crash: "crashed", fill_memory: "more than 2.0 GB of memory", fill_disk: "like a zip bomb",
+            fail: "KeyError: 'nothing that anybody expected'", sleep: "took longer than 1 s",
         }.items():  # fmt: skip
             isolated.seconds = 1.0 if work is sleep else 60.0
             with pytest.raises(UnreadableError, match=reason):
@@ -372,13 +374,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     "b.epub": (epub(["<p>x</p>"], spine=[]), "it has no spine"),
     "c.epub": (epub(["<p>x</p>"], spine=[0])[:300], "it is damaged (File is not a zip file)"),
     "d.docx": (archive({"word/document.xml": "<w:document"}), "pandoc cannot read it"),
-    "e.docx": (docx(["", " "]), "it holds no text"),
-    "f.zip": (archive({"a.txt": b"a " * 15_000_000}), "as only a bomb does"),
-    "g.zip": (archive({}), "it holds no file"),
+    "e.docx": (docx(["", " "]), "it has no text"),
+    "f.zip": (archive({"a.txt": b"a " * 15_000_000}), "like a zip bomb"),
+    "g.zip": (archive({}), "it has no files"),
     "h.pdf": (pdf([[], []]), "pictures (a scan)"),
     "i.pdf": (b"%PDF-1.4 and then nothing", "it is damaged"),
-    "j.html": (b"<html></html>", "it holds no text"),
-    "k.parquet": (b"PAR1 and then nothing", "not a whole Parquet file"),
+    "j.html": (b"<html></html>", "it has no text"),
+    "k.parquet": (b"PAR1 and then nothing", "a damaged Parquet file"),
     "m.zip": (b"PK and then nothing", "it is damaged (File is not a zip file)"),
 }
 

@@ -135,8 +135,8 @@ def test_a_download_that_breaks_goes_on_with_the_other_files(hub: Hub) -> None:
     ("address", "said"),
     [
         ("hf://datasets/o/none", "cannot be read"),
-        ("hf://datasets/o/d/nothing/*", "names no file of text; the dataset has README.md"),
-        ("hf://models/o/d", "is not of the form"),
+        ("hf://datasets/o/d/nothing/*", "names no text file. The dataset has README.md"),
+        ("hf://models/o/d", "does not have the form"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(hub: Hub, address: str, said: str) -> None:

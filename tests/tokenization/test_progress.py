@@ -53,5 +53,5 @@ def test_a_terminal_has_a_bar_that_says_what_goes_on(
         read.wait("merging pairs")
     drawn = terminal.getvalue()
     assert re.search(r"\rLearning:   0%\|.*\| 0.00/4.00k", drawn)
-    assert re.search(r"\rLearning: all read, merging pairs \[00:00\]", drawn)
+    assert re.search(r"\rLearning: text read, merging pairs \[00:00\]", drawn)
     assert capsys.readouterr().out == ""

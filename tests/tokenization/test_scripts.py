@@ -110,7 +110,7 @@ def test_the_report_says_how_words_are_cut_and_that_letters_are_composed(tmp_pat
     _, done, folder = tokenized(tmp_path, text * 20, "--vocab_size", "600")
     report = (folder / "data_report.md").read_text(encoding="utf-8")
     for said in (done.err + done.out, report):
-        assert "combining marks belong to words" in said and "NFC" in said
+        assert "combining marks stay in words" in said and "NFC" in said
 
 
 def test_the_metadata_counts_characters_and_what_is_printed_has_whole_ones(tmp_path: Path) -> None:

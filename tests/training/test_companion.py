@@ -171,7 +171,7 @@ def test_a_kill_in_either_run_loses_neither(home: Path, run: str) -> None:
         (["--config", "tiny.json"], "--companion needs --input and --minutes alone"),
         (["--init_from", "runs/base_books"], "--companion needs --input and --minutes alone"),
         (["--companion", "mine.txt"], "--companion mine.txt is also in --input mine.txt"),
-        (["--companion", "nothing"], "There is no file or folder nothing"),
+        (["--companion", "nothing"], "No such file or folder: nothing"),
         (["--max_mb", "5"], "max_mb applies only to an --input that begins with hf://"),
     ],
 )

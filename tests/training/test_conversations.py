@@ -268,11 +268,11 @@ def edit(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda folder: (folder / "tokens_bpe_mask.bin").unlink(), "There is no file"),
-        (lambda folder: (folder / "tokens_bpe_mask.bin").write_bytes(b"x"), "is not the mask that"),
-        (flip_a_bit, "is not the mask that"),
-        (lambda folder: edit(folder, mask_file=None), "chat_template is there and mask_file is missing"),
-        (lambda folder: edit(folder, mask_file="../x"), "is not a file beside it"),
+        (lambda folder: (folder / "tokens_bpe_mask.bin").unlink(), "tokens_bpe_mask.bin is missing"),
+        (lambda folder: (folder / "tokens_bpe_mask.bin").write_bytes(b"x"), "does not match"),
+        (flip_a_bit, "does not match"),
+        (lambda folder: edit(folder, mask_file=None), "mask_file is missing, but chat_template is set"),
+        (lambda folder: edit(folder, mask_file="../x"), "is not a file in the same folder"),
         (lambda folder: edit(folder, chat_template={"user": 1}), "a text is needed"),
         (lambda folder: edit(folder, train_split_index=17), "no conversation begins at the start of a split"),
     ],

@@ -253,7 +253,7 @@ def test_a_packed_file_that_cannot_hold_the_tokens_takes_no_memory(tmp_path: Pat
     (folder / "tokens.bin.gz").write_bytes(gzip.compress((folder / "tokens.bin").read_bytes()))
     (folder / "tokens.bin").unlink()
     edit_metadata(folder, total_tokens=10**13, train_tokens=10**12, train_split_index=10**12, val_tokens=9 * 10**12)
-    with pytest.raises(DataError, match="cannot hold the 10,000,000,000,000 tokens"):
+    with pytest.raises(DataError, match="too small for the 10,000,000,000,000 tokens"):
         open_data(folder, placement="ram")
 
 

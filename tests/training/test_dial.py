@@ -93,7 +93,7 @@ def test_the_key_of_the_text_is_the_one_that_the_pre_tokenizer_takes(
     Path("a.jsonl").write_text(json.dumps({"story": text, "title": "x"}) + "\n")
     flags = ["--input", "a.jsonl", "--minutes", "1", "--dry_run", "--device", "cpu"]
     refused = run_script(train_colab_mmap.main, *flags)
-    assert refused.code == 3 and "--text_key names the one with the text" in refused.err
+    assert refused.code == 3 and "name the one with the text with --text_key" in refused.err
     assert run_script(train_colab_mmap.main, *flags, "--text_key", "story").code == 0
 
 
