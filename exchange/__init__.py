@@ -1,1 +1,1 @@
-"""Other programs' formats: Hugging Face transformers and peft, GGUF for llama.cpp and Ollama."""
+"""Import and export: Hugging Face transformers and peft, GGUF for llama.cpp and Ollama, an HTML page."""

@@ -1,4 +1,4 @@
-"""Whether two models are the same: how far apart their logits are, and whether rounding explains it."""
+"""Check that two models compute the same logits, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,68 +12,69 @@ from exchange.hf_tokenizer import probe_text
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 
-LARGEST_DIFFERENCE = 1e-4  # of logits, in fp32
-LARGEST_SHARE_IN_DOUBLE = 1e-10  # of the largest logit, in fp64, where rounding is this small
-LARGEST_SHARE_MODERN = 1e-5  # measured at 12 layers x 768: 2e-6; with the rotation the wrong way round, over 0.1
-LONGEST_PROBE = 1024  # tokens
+MAX_DIFFERENCE = 1e-4  # between logits in fp32
+# In fp64, the difference is compared with the largest logit.
+MAX_SHARE_FP64 = 1e-10
+MAX_SHARE_MODERN = 1e-5  # measured at 12 layers x 768: 2e-6; with RoPE rotated the wrong way, over 0.1
+MAX_PROBE_TOKENS = 1024
 
 
 @torch.inference_mode()
-def least_likely(model: TransformerLanguageModel, tokenizer: Tokenizer) -> int:
-    """The id whose highest probability over all positions of the probe text is the lowest."""
-    probabilities = model(probe_tokens(model, tokenizer)).softmax(-1)  # (1, T, V)
+def find_least_likely_id(model: TransformerLanguageModel, tokenizer: Tokenizer) -> int:
+    """Return the id with the lowest peak probability on the probe text."""
+    probabilities = model(encode_probe(model, tokenizer)).softmax(-1)  # (1, T, V)
     return int(probabilities[0, :, : tokenizer.vocab_size].amax(0).argmin())
 
 
-def probe_tokens(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
-    """(1, T) ids of the probe text, up to the context length."""
+def encode_probe(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+    """Return the ids of the probe text, (1, T), repeated or cut to the context length."""
     ids = tokenizer.encode(probe_text(tokenizer))
-    return torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, LONGEST_PROBE))).astype(np.int64))
+    return torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, MAX_PROBE_TOKENS))).astype(np.int64))
 
 
-class Difference(NamedTuple):
-    """The largest difference of two models' logits. Where fp32 alone could not tell rounding from a fault, also in
-    fp64, beside the largest logit."""
+class LogitDifference(NamedTuple):
+    """The largest difference between two models' logits in fp32. `fp64` is set if fp32 alone could not tell rounding
+    from a fault."""
 
-    in_single: float
-    in_double: float | None = None
+    fp32: float
+    fp64: float | None = None
     largest_logit: float = 0.0
 
     def __str__(self) -> str:
-        rounding = f" (rounding: they reach {self.largest_logit:.3g}, and in fp64 differ by {self.in_double or 0:.2g})"
-        return f"{self.in_single:.2g} at most" + (rounding if self.in_double is not None else "")
-
-
-def largest_difference(
-    model: TransformerLanguageModel, theirs: Any, tokenizer: Tokenizer, whose: str = "transformers"
-) -> Difference:
-    """The largest difference of the logits on the probe text, in fp32, up to the context length. `theirs` is a model
-    of the library `whose`, or another one of ours.
-
-    Raises CheckpointError if it is larger than LARGEST_DIFFERENCE and rounding does not explain it. The activations of
-    a large GPT-2 reach thousands, so two orders of summation differ by more than that in fp32, but not in fp64. The
-    modern form computes norms and angles in fp32 whatever its weights are: there, the share of the largest logit
-    decides.
-    """
-    tokens = probe_tokens(model, tokenizer)
-    in_single, _ = difference_of_logits(model, theirs, tokens)
-    if in_single <= LARGEST_DIFFERENCE:
-        return Difference(in_single)
-    in_double, largest = difference_of_logits(model.double(), theirs.double(), tokens)
-    model.float()
-    share = LARGEST_SHARE_MODERN if model.config.position == "rope" else LARGEST_SHARE_IN_DOUBLE
-    if not in_double <= share * largest:  # which NaN is not
-        raise CheckpointError(
-            f"{whose} computes other logits from these weights: they differ by {in_single:.3g} (in fp64 by "
-            f"{in_double:.3g}). Rounding does that to a wide model with untrained weights; of any other model, please "
-            "report it."
+        rounding = (
+            f" (rounding: logits reach {self.largest_logit:.3g}, and in fp64 they differ by {self.fp64 or 0:.2g})"
         )
-    return Difference(in_single, in_double, largest)
+        return f"{self.fp32:.2g} at most" + (rounding if self.fp64 is not None else "")
+
+
+def require_same_logits(
+    model: TransformerLanguageModel, other: Any, tokenizer: Tokenizer, library: str = "transformers"
+) -> LogitDifference:
+    """Compare the logits of two models on the probe text and return the largest difference.
+
+    `other` is a model of `library`, or another one of ours. Raises CheckpointError if the difference exceeds
+    MAX_DIFFERENCE and rounding does not explain it. The activations of a large GPT-2 reach thousands, so summing in
+    another order differs by more than that in fp32, but not in fp64. The modern form computes norms and angles in fp32
+    even if its weights are fp64, so it gets a wider limit.
+    """
+    tokens = encode_probe(model, tokenizer)
+    fp32, _ = measure_difference(model, other, tokens)
+    if fp32 <= MAX_DIFFERENCE:
+        return LogitDifference(fp32)
+    fp64, largest = measure_difference(model.double(), other.double(), tokens)
+    model.float()
+    share = MAX_SHARE_MODERN if model.config.position == "rope" else MAX_SHARE_FP64
+    if not fp64 <= share * largest:  # `not <=` also catches NaN
+        raise CheckpointError(
+            f"{library} computes other logits from these weights: they differ by {fp32:.3g} (in fp64 by {fp64:.3g}). "
+            "An untrained wide model can round this badly; for any other model, please report it."
+        )
+    return LogitDifference(fp32, fp64, largest)
 
 
 @torch.inference_mode()
-def difference_of_logits(model: TransformerLanguageModel, theirs: Any, tokens: torch.Tensor) -> tuple[float, float]:
-    """The largest difference, and the largest logit. Ids that only `theirs` has are not compared."""
-    logits, answer = model(tokens), theirs(tokens)
-    other = answer if isinstance(answer, torch.Tensor) else answer.logits
-    return (logits - other[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()
+def measure_difference(model: TransformerLanguageModel, other: Any, tokens: torch.Tensor) -> tuple[float, float]:
+    """Return the largest difference and the largest logit. Ids that only `other` has are not compared."""
+    logits, output = model(tokens), other(tokens)
+    other_logits = output if isinstance(output, torch.Tensor) else output.logits
+    return (logits - other_logits[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()

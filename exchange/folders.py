@@ -1,4 +1,4 @@
-"""Folders that are whole or absent, and the checkpoint folders read from and written to them."""
+"""Write folders all or nothing; read and write checkpoints in fp32; merge adapters."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
 from common.lora import add_adapters, find_base
 from common.tensors import to_device
-from exchange.comparison import Difference, largest_difference
+from exchange.comparison import LogitDifference, require_same_logits
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
 
 def require_new(out: Path) -> None:
-    """Raises ConfigError if `out` is a file or a folder with content."""
+    """Raise ConfigError if `out` is a file or a folder with content."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is already there. Name a folder that is empty or not there yet.")
+        raise ConfigError(f"{out} already exists. Name a new or an empty folder.")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into. It gets the name `out` when the body ends; if the body raises, it is
-    deleted.
+    """Yield a temporary folder beside `out`. It is renamed to `out` when the body ends, and deleted if the body raises.
 
-    Raises ConfigError if something is at `out`, CheckpointError if it cannot be written (a full disk).
+    Raises ConfigError if `out` exists, CheckpointError if it cannot be written (a full disk).
     """
     require_new(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -45,8 +44,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         os.replace(temporary, out)
     except OSError as problem:
         raise CheckpointError(
-            f"{out} could not be written: {problem.strerror or problem}. Nothing is left of it; fix that, or name a "
-            "folder elsewhere."
+            f"{out} could not be written: {problem.strerror or problem}. Nothing was kept. Fix that, or name another "
+            "folder."
         ) from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -60,7 +59,7 @@ def write_weights_checkpoint(
     tokenizer_file: bytes,
     template: Template | None,
 ) -> None:
-    """Write the checkpoint folder `out`: weights, config, tokenizer and their hashes, but no training state.
+    """Write a checkpoint folder with weights, config, tokenizer and their hashes, but no training state.
 
     Raises what `new_folder` raises.
     """
@@ -74,46 +73,49 @@ def write_weights_checkpoint(
 
 
 def load_in_fp32(checkpoint: Checkpoint) -> tuple[TransformerLanguageModel, Tokenizer]:
-    """The model in fp32 on the CPU, whatever device generation would choose. Raises CheckpointError or DataError."""
+    """Load the model in fp32 on the CPU, and its tokenizer. Raises CheckpointError or DataError."""
     config = checkpoint.trusted_config()
     path = checkpoint.tokenizer_path()
     tokenizer = load_tokenizer(path)
-    require_fitting(tokenizer, config, path)
+    require_matching_tokenizer(tokenizer, config, path)
     model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
     return model.eval(), tokenizer
 
 
-def require_fitting(tokenizer: Tokenizer, config: ModelConfig, source: Path) -> None:
-    """Raises DataError if the tokenizer has ids that the model lacks."""
+def require_matching_tokenizer(tokenizer: Tokenizer, config: ModelConfig, source: Path) -> None:
+    """Raise DataError if the tokenizer has ids that the model lacks."""
     if tokenizer.vocab_size > config.vocab_size:
         raise DataError(
-            f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is "
-            "the tokenizer of another model."
+            f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids, the model {config.vocab_size:,}: they do not "
+            "belong together."
         )
 
 
-def merge_checkpoint(path: str | Path, out: Path) -> Difference:
-    """Write the checkpoint folder `out`, without a training state. Returns the largest difference of the logits.
+def merge_checkpoint(path: str | Path, out: Path) -> LogitDifference:
+    """Merge the adapters of a checkpoint into its base and write `out`. Returns the logits' largest difference.
 
-    Raises CheckpointError for a checkpoint without adapters or a missing base, ConfigError if something is at `out`.
+    `out` has no training state. Raises CheckpointError if the checkpoint has no adapters or its base is missing,
+    ConfigError if `out` exists.
     """
     require_new(out)
     checkpoint = open_checkpoint(path)
     adapted = load_adapted(checkpoint)
     merged, tokenizer = load_in_fp32(checkpoint)
-    difference = largest_difference(merged, adapted, tokenizer, "the adapted model")
+    difference = require_same_logits(merged, adapted, tokenizer, "the adapted model")
     tokenizer_file = checkpoint.tokenizer_path().read_bytes()
     write_weights_checkpoint(out, merged, tokenizer, tokenizer_file, checkpoint.chat_template())
     return difference
 
 
 def load_adapted(checkpoint: Checkpoint) -> TransformerLanguageModel:
-    """The base with its adapters as separate modules, as in training, in fp32. Raises CheckpointError if there are
-    none."""
+    """Load the base with its adapters as separate modules, as in training, in fp32.
+
+    Raises CheckpointError if there are no adapters.
+    """
     lora = checkpoint.lora()
     if lora is None:
-        raise CheckpointError(f"{checkpoint.path} holds no adapters; there is nothing to merge.")
+        raise CheckpointError(f"{checkpoint.path} has no adapters, so there is nothing to merge.")
     model = TransformerLanguageModel(checkpoint.trusted_config())
     Checkpoint(find_base(lora, checkpoint.path)).load_weights(model)
     add_adapters(model, lora)

@@ -1,4 +1,4 @@
-"""`tools/export_hf.py --gguf`: a GGUF file for llama.cpp and Ollama, and the commands that run it."""
+"""Export a checkpoint as a GGUF file, and print the commands that run it: `tools/export_hf.py --gguf`."""
 
 from __future__ import annotations
 
@@ -14,58 +14,68 @@ from common.files import atomic_write
 from common.output import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
-from exchange.hf_tokenizer import chat_jinja, tokens_to_generate
+from exchange.hf_tokenizer import build_chat_jinja, tokens_to_generate
 from generation.settings import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
 
-def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
-    """Raises ConfigError if the model of a checkpoint or run folder cannot be written for llama.cpp, or if `file`, or
-    with `ollama` the Modelfile beside it, exists."""
+def require_gguf_export(path: str | Path, file: Path, ollama: bool = False) -> None:
+    """Check that the model can be exported and that no file is overwritten, before anything is loaded.
+
+    Raises ConfigError if llama.cpp cannot run the model, or if `file`, or with `ollama` the Modelfile beside it,
+    exists.
+    """
     for there, flag in ((file, "--gguf"), (modelfile_path(file), "--ollama")):
         if there.exists() and (ollama or there is file):
-            raise ConfigError(f"{there}, which {flag} would write, is already there. Name a file that is not.")
+            raise ConfigError(f"{there}, which {flag} would write, already exists. Name a new file.")
     checkpoint = open_checkpoint(path)
     require_gguf(checkpoint.model_config(), load_tokenizer(checkpoint.tokenizer_path()))
 
 
-def gguf_beside(checkpoint: Checkpoint, name: str) -> Path:
-    """Return model.gguf in the checkpoint's folder, in f16; write it if it is not there or older than the weights.
-    Raises what `write_gguf` raises."""
+def find_or_write_gguf(checkpoint: Checkpoint, name: str) -> Path:
+    """Return model.gguf (f16) in the checkpoint's folder, writing it if it is missing or older than the weights.
+
+    Raises what `write_gguf` raises.
+    """
     file = checkpoint.path / "model.gguf"
     weights = max(path.stat().st_mtime_ns for path in checkpoint.path.iterdir() if path != file)
     if not file.exists() or file.stat().st_mtime_ns < weights:
-        write_file(checkpoint, file, name, "f16")
+        convert_checkpoint(checkpoint, file, name, "f16")
     return file
 
 
-def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bool = False) -> None:
-    """Write the file with weights of `gguf_type`, and print what to type; with `ollama`, write a Modelfile
-    beside it. Raises what `write_gguf` raises."""
+def export_gguf(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bool = False) -> None:
+    """Write the model as `file`, with `ollama` a Modelfile beside it, and print the commands that run it.
+
+    Raises what `write_gguf` raises.
+    """
     checkpoint = open_checkpoint(path)
-    model, tokenizer = write_file(checkpoint, file, file.stem, gguf_type)
+    model, tokenizer = convert_checkpoint(checkpoint, file, file.stem, gguf_type)
     template = checkpoint.chat_template()
     print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
     if model.config.activation == "gelu":
-        print("llama.cpp's GPT-2 approximates GELU by tanh, this model has the exact GELU: logits differ a little.")
+        print(
+            "llama.cpp's GPT-2 uses the tanh approximation of GELU and this model the exact one: logits differ a "
+            "little."
+        )
     print_commands("With llama.cpp", llama_command(file, model.config, template))
     if ollama:
         with atomic_write(modelfile_path(file)) as written:
-            written.write(modelfile(file, model.config, tokenizer, template).encode())
+            written.write(build_modelfile(file, model.config, tokenizer, template).encode())
         print_commands("With Ollama", ollama_commands(file, template))
     else:
-        print("\n--ollama would write a Modelfile for Ollama beside it.")
+        print("\nAdd --ollama to write a Modelfile for Ollama, too.")
 
 
-def write_file(
+def convert_checkpoint(
     checkpoint: Checkpoint, file: Path, name: str, gguf_type: str
 ) -> tuple[TransformerLanguageModel, Tokenizer]:
-    """Write the model and the chat template, if it has one. Returns what was written."""
+    """Load the checkpoint, write it as `file` with its chat template, and return its model and tokenizer."""
     model, tokenizer = load_in_fp32(checkpoint)
     template = checkpoint.chat_template()
-    jinja = chat_jinja(template, tokenizer, marks_answers=False) if template else None
+    jinja = build_chat_jinja(template, tokenizer, marks_answers=False) if template else None
     write_gguf(file, model, tokenizer, name, gguf_type, jinja)
     return model, tokenizer
 
@@ -79,16 +89,18 @@ def modelfile_path(file: Path) -> Path:
 
 
 def llama_command(path: str | Path, config: ModelConfig, template: Template | None = None) -> str:
-    """llama.cpp's command that continues a prompt, or with a `template` that chats."""
+    """Return the llama.cpp command that continues a prompt, or chats if there is a `template`."""
     command, tokens = shlex.quote(str(path)), tokens_to_generate(config)
     if template:
         return f"llama-cli -m {command} --jinja -n {tokens}"
     return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
 
 
-def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: Template | None = None) -> str:
-    """Ollama's Modelfile, to lie beside the file: with generate.py's defaults, and our context, for Ollama's is longer
-    than most of ours."""
+def build_modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: Template | None = None) -> str:
+    """Return a Modelfile that uses generate.py's defaults and the model's own context.
+
+    Ollama's default context is longer than most of these models have.
+    """
     sampling = Sampling()
     parameters: dict[str, object] = {
         "num_ctx": config.max_seq_len,
@@ -109,7 +121,7 @@ def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: T
     elif template:
         end = tokenizer.decode([require_end_of_text_id(tokenizer)])
         stops = (end,)
-        start = end if tokenizer.bos_id is None else ""  # llama.cpp adds a beginning of the tokenizer's own
+        start = end if tokenizer.bos_id is None else ""  # llama.cpp adds the tokenizer's own beginning-of-text token
         form = (
             f"{start}{{{{ range .Messages }}}}"
             f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{end}'

@@ -1,9 +1,9 @@
-"""GGUF files, which llama.cpp, Ollama and programs built on them run: what they can express, and writing them.
+"""Write GGUF files for llama.cpp, Ollama and programs built on them.
 
-llama.cpp's own converter is not used. It recognises a pre-tokenizer by the ids of one fixed text, so it refuses every
-vocabulary that is not on its list, and it assumes a feed-forward network of four times the model's width. llama.cpp's
-architecture "gpt2" is GPT-2's form with the tanh approximation of GELU; "llama", "qwen2" and "qwen3" are the classes of
-hf_llama.py. There is none for our other forms.
+llama.cpp's own converter is not used: it refuses every vocabulary that is not on its list, because it recognises a
+pre-tokenizer by the ids of one fixed text, and it assumes that ff_dim is 4 * embed_dim. llama.cpp's architecture "gpt2"
+is GPT-2's form with the tanh approximation of GELU; "llama", "qwen2" and "qwen3" are the classes of hf_llama.py. Our
+other forms have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from common.errors import ConfigError, require_packages
 from common.files import atomic_write
 from exchange.hf_common import ConversionError
-from exchange.hf_model import FORMS, hf_kind
+from exchange.hf_model import CONVERSIONS, hf_model_type
 from model import TransformerLanguageModel, scale_frequencies
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -32,56 +32,57 @@ if TYPE_CHECKING:
 
 
 def require_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError, naming the option, for a model or a tokenizer that GGUF or llama.cpp cannot express, and if
-    the package gguf is missing."""
-    if problem := obstacle_to_gguf(config, tokenizer):
-        raise ConfigError(f"llama.cpp cannot run this model, so there is no GGUF file of it: {problem}.")
+    """Raise ConfigError, naming the option, if llama.cpp cannot run this model or tokenizer, or if gguf is missing."""
+    if problem := find_gguf_obstacle(config, tokenizer):
+        raise ConfigError(f"llama.cpp cannot run this model, so it cannot be exported as GGUF: {problem}.")
     require_packages("gguf")
 
 
-def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Why none of llama.cpp's architectures is this model; "" if one is."""
+def find_gguf_obstacle(config: ModelConfig, tokenizer: Tokenizer) -> str:
+    """Return why no llama.cpp architecture fits this model, or ""."""
     try:
-        kind = hf_kind(config)
+        kind = hf_model_type(config)
     except ConversionError as wrong:
         return str(wrong)
     if kind != "llama" and config.rope_scaling:
-        return f"its {kind} has no rope_scaling"
+        return f"its {kind} architecture has no rope_scaling"
     if tokenizer.vocab_size > config.vocab_size:
         return f"the tokenizer has {tokenizer.vocab_size:,} ids and the model a vocab_size of {config.vocab_size:,}"
-    if isinstance(tokenizer, BPETokenizer) and (problem := obstacle_to_bpe(tokenizer)):
+    if isinstance(tokenizer, BPETokenizer) and (problem := find_bpe_obstacle(tokenizer)):
         return f"its tokenizer {problem}"
     return ""
 
 
-def obstacle_to_bpe(tokenizer: BPETokenizer) -> str:
-    """What of a byte-level BPE llama.cpp does otherwise; "" if nothing. Its ways of cutting text into words are built
-    in, under names. It brings no text into NFC, which is no obstacle: text mostly is in NFC."""
+def find_bpe_obstacle(tokenizer: BPETokenizer) -> str:
+    """Return what llama.cpp would do differently with this byte-level BPE, or "".
+
+    Pre-tokenizers are built into llama.cpp, each under a name. It does not normalize to NFC, which is accepted here:
+    most text is NFC already.
+    """
     content = json.loads(tokenizer.to_json())
     model, added = content["model"], content.get("added_tokens") or []
     if not tokenizer.splitting:
-        return f"cuts text into words in a way that is not known here: {shorten_stage(content.get('pre_tokenizer'))}"
+        return f"has a pre-tokenizer that is not known here: {shorten_stage(content.get('pre_tokenizer'))}"
     if content.get("normalizer") not in (None, NFC):
-        return f"changes the text before: {shorten_stage(content['normalizer'])}"
+        return f"has a normalizer that llama.cpp lacks: {shorten_stage(content['normalizer'])}"
     for token in added:
         if any(token.get(key) for key in ("lstrip", "rstrip", "single_word")) and not token.get("special"):
-            return f"takes spaces or whole words with the added token {token['content']!r:.60}"
-    # With Llama 3's splitting, llama.cpp takes a word that is a token without looking at the merges; else never.
+            return f"strips spaces or matches whole words with the added token {token['content']!r:.60}"
+    # llama.cpp ignores merges (a word that is a token is taken whole) exactly for Llama 3's pre-tokenizer.
     if bool(model.get("ignore_merges")) != (tokenizer.splitting == "llama-bpe"):
-        made = {token["content"] for token in added} | {"".join(pair) for pair in merges_of(content)}
+        made = {token["content"] for token in added} | {"".join(pair) for pair in read_merges(content)}
         if other := [token for token in model["vocab"] if len(token) > 1 and token not in made]:
             return f"has tokens that no merge creates, such as {other[0]!r:.60}"
     return ""
 
 
-def looks_special(name: str) -> bool:
-    """Whether llama.cpp takes an added token as special because of its name, whatever its file says: Qwen's
-    <|fim_prefix|>, for one."""
+def is_special_name(name: str) -> bool:
+    """Return whether llama.cpp treats an added token as special by its name alone, like Qwen's <|fim_prefix|>."""
     return name.startswith("<|") and name.endswith("|>")
 
 
-def merges_of(content: dict[str, Any]) -> list[list[str]]:
-    """The merges of a `tokenizers` file; older ones have each pair as one string."""
+def read_merges(content: dict[str, Any]) -> list[list[str]]:
+    """Return the merges of a `tokenizers` file; older files store each pair as one string."""
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in content["model"]["merges"]]
 
 
@@ -107,11 +108,11 @@ def write_gguf(
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name the GGUF file to write.")
-    tensors = dict(named_tensors(model))
+    tensors = dict(to_gguf_tensors(model))
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values()), "weights were rounded on the way here"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        writer = gguf.GGUFWriter(file.name, hf_kind(model.config))  # opens the file by name; `file` makes it atomic
+        writer = gguf.GGUFWriter(file.name, hf_model_type(model.config))  # writes to the temporary file's name
         try:
             add_shape(writer, model.config, name)
             writer.add_file_type(file_type(gguf_type))
@@ -124,7 +125,7 @@ def write_gguf(
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
             for tensor_name, tensor in tensors.items():
-                stored = storage(tensor_name, tensor, gguf_type)
+                stored = choose_storage(tensor_name, tensor, gguf_type)
                 writer.add_tensor(tensor_name, gguf.quants.quantize(tensor.numpy(), stored), raw_dtype=stored)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -134,15 +135,17 @@ def write_gguf(
 
 
 def file_type(gguf_type: str) -> int:
-    """llama.cpp's number for the type of most weights of a file."""
+    """Return llama.cpp's number for the file's main weight type."""
     from gguf import LlamaFileType
 
     return {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}[gguf_type]
 
 
-def storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantizationType:
-    """The type of a tensor. As in llama.cpp's converter, gains, biases and positions stay in fp32, and q8_0 needs rows
-    of whole blocks; f16 replaces it."""
+def choose_storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantizationType:
+    """Return the type in which a tensor is stored, as llama.cpp's converter does.
+
+    Gains, biases and positions stay in fp32. Rows that are not whole q8_0 blocks are stored as f16.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if tensor.dim() < 2 or name == "position_embd.weight":
@@ -152,23 +155,25 @@ def storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantiz
     return GGMLQuantizationType.F16 if tensor.size(-1) % block else wanted
 
 
-def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as transformers has them, under GGUF's names, oriented as in nn.Linear. llama.cpp's "llama" rotates
-    neighbours where transformers rotates the halves of a head: `interleaved`."""
+def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights under GGUF's names, oriented as in nn.Linear.
+
+    llama.cpp's "llama" applies RoPE to neighbouring pairs, transformers to the halves of a head: `interleave_halves`.
+    """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     config = model.config
-    kind = hf_kind(config)
+    kind = hf_model_type(config)
     names = get_tensor_name_map(MODEL_ARCH[kind.upper()], config.num_layers)
-    for theirs, tensor in FORMS[kind].tensors(config, model.state_dict()).items():
+    for theirs, tensor in CONVERSIONS[kind].tensors(config, model.state_dict()).items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
         if kind == "gpt2" and name.startswith("blk.") and tensor.dim() == 2:  # OpenAI's convolutions
             tensor = tensor.T
         elif kind == "llama" and ".attn_q." in name:
-            tensor = interleaved(tensor, config.num_heads)
+            tensor = interleave_halves(tensor, config.num_heads)
         elif kind == "llama" and ".attn_k." in name:
-            tensor = interleaved(tensor, config.num_kv_heads)
+            tensor = interleave_halves(tensor, config.num_kv_heads)
         yield name, tensor.contiguous()
     if config.rope_scaling:
         half = config.head_dim // 2
@@ -176,11 +181,11 @@ def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.
         yield (
             "rope_freqs.weight",
             frequencies / scale_frequencies(frequencies, *config.rope_scaling),
-        )  # they are divided by it
+        )  # llama.cpp divides the frequencies by this
 
 
-def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q's or k's projection, (heads * D, C) or (heads * D,), with the halves of each head interleaved."""
+def interleave_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Interleave the halves of each head in the rows of a q or k projection, (heads * D, C) or (heads * D,)."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)  # (heads, D/2, 2, C)
 
 
@@ -191,7 +196,7 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.ff_dim)
     writer.add_head_count(config.num_heads)
-    if hf_kind(config) == "gpt2":
+    if hf_model_type(config) == "gpt2":
         writer.add_layer_norm_eps(config.norm_eps)
     else:
         writer.add_head_count_kv(config.num_kv_heads)
@@ -204,9 +209,11 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
 
 
 def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:
-    """Byte-level BPE in GPT-2's letters for bytes. Ids without a token get a name that no text can produce (it has a
-    space, which those letters write differently), and are never sampled. llama.cpp finds added tokens that are not
-    special in every text, as `encode` does, if they are USER_DEFINED; but see `looks_special`."""
+    """Add a byte-level BPE vocabulary, spelled in GPT-2's letters for bytes.
+
+    Ids without a token get a name with a space, which no text can produce in that spelling, and are never sampled.
+    USER_DEFINED makes llama.cpp find added tokens in text, as `encode` does; but see `is_special_name`.
+    """
     from gguf import TokenType
 
     content = json.loads(tokenizer.to_json())
@@ -215,15 +222,15 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
     for token, i in content["model"]["vocab"].items():
         tokens[i], types[i] = token, TokenType.NORMAL
     for token in content.get("added_tokens") or []:
-        i, is_control = token["id"], token["special"] or looks_special(token["content"])
+        i, is_control = token["id"], token["special"] or is_special_name(token["content"])
         tokens[i], types[i] = token["content"], TokenType.CONTROL if is_control else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(tokenizer.splitting)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in merges_of(content)])
+    writer.add_token_merges([" ".join(pair) for pair in read_merges(content)])
     writer.add_add_bos_token(tokenizer.bos_id is not None)
-    # Without these, llama.cpp takes id 11 as the beginning and the end of a text.
+    # Without these, llama.cpp uses id 11 as the beginning and the end of a text.
     other = next(iter(tokenizer.unused_ids), vocab_size - 1)
     writer.add_bos_token_id(other if tokenizer.start_id is None else tokenizer.start_id)
     writer.add_eos_token_id(other if tokenizer.end_of_text_id is None else tokenizer.end_of_text_id)
@@ -233,9 +240,11 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
 
 
 def add_characters(writer: gguf.GGUFWriter, tokenizer: CharacterTokenizer, vocab_size: int) -> None:
-    """A character vocabulary as RWKV's kind of tokenizer, which takes the longest token that matches: here, the bytes
-    of one character. This kind needs no special token; with "gpt2" one of the characters would end the text. llama.cpp
-    refuses text with other characters."""
+    """Add a character vocabulary as an RWKV tokenizer, which always takes the longest matching token.
+
+    Each token is the UTF-8 bytes of one character. Unlike "gpt2", RWKV needs no special token, so no character ends
+    the text. llama.cpp refuses characters that are not in the vocabulary.
+    """
     from gguf import TokenType
 
     # No UTF-8 text contains 0xff. Ids beyond the tokenizer's are never read, but each needs its own name.

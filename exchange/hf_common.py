@@ -1,4 +1,4 @@
-"""What the conversions of all forms share: a form is a table of entries, read in both directions. See hf_model.py."""
+"""Shared by all conversions: a table of tensor names, used in both directions. See hf_model.py."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gel
 
 
 class ConversionError(ValueError):
-    """A model that the other side cannot express, or tensors that do not belong to the model."""
+    """A model that the other format cannot express, or tensors that do not fit the model."""
 
 
-class Entry(NamedTuple):
-    """A tensor of ours, and those that hold it there. "{}" in the names stands for each layer's number."""
+class TensorEntry(NamedTuple):
+    """One of our tensors and the Hugging Face tensors that hold it. "{}" in a name is the layer number."""
 
     ours: str
     theirs: tuple[str, ...]
-    rows: tuple[int, ...] = ()  # of each of theirs, where ours has them one above the other
+    rows: tuple[int, ...] = ()  # rows of each of `theirs`, if ours is their concatenation
     transposed: bool = False
-    absent: torch.Tensor | None = None  # what theirs is where a model of ours has no such tensor
+    absent: torch.Tensor | None = None  # the value to export if our model lacks this tensor
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = tensor.split(self.rows) if self.rows else (tensor,)
@@ -39,19 +39,19 @@ class Entry(NamedTuple):
         return torch.cat(parts) if self.rows else parts[0]
 
 
-Table = list[Entry]
+Table = list[TensorEntry]
 
 
-def linear(ours: str, theirs: Sequence[str], has_bias: bool, rows: tuple[int, ...] = (), **more: Any) -> Table:
-    """A linear layer, or the norm with the same two parameters."""
+def linear_entries(ours: str, theirs: Sequence[str], has_bias: bool, rows: tuple[int, ...] = (), **more: Any) -> Table:
+    """Return the entries of a linear layer or a norm: a weight and, with `has_bias`, a bias."""
     return [
-        Entry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), rows, **more)
+        TensorEntry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), rows, **more)
         for part in ("weight", "bias")[: 1 + has_bias]
     ]
 
 
-def expanded(table: Table, config: ModelConfig) -> Iterator[Entry]:
-    """Each entry, those of a layer for each layer."""
+def expand_layers(table: Table, config: ModelConfig) -> Iterator[TensorEntry]:
+    """Yield each entry, per-layer entries once per layer."""
     for entry in table:
         for layer in range(config.num_layers if "{}" in entry.ours else 1):
             yield entry._replace(
@@ -59,30 +59,29 @@ def expanded(table: Table, config: ModelConfig) -> Iterator[Entry]:
             )
 
 
-def to_theirs(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
+def to_hf_tensors(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
     tensors: Tensors = {}
-    for entry in expanded(table, config):
+    for entry in expand_layers(table, config):
         if (tensor := state.get(entry.ours)) is None:
             assert entry.absent is not None, entry.ours
-            tensor = entry.absent.clone()  # each layer's its own: a file of safetensors holds none twice
+            tensor = entry.absent.clone()  # safetensors refuses shared memory
         tensors |= zip(entry.theirs, entry.split(tensor), strict=True)
     return tensors
 
 
-def to_ours(table: Table, config: ModelConfig, tensors: Tensors) -> Tensors:
-    return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in expanded(table, config)}
+def from_hf_tensors(table: Table, config: ModelConfig, tensors: Tensors) -> Tensors:
+    return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in expand_layers(table, config)}
 
 
-def checked_config(**values: Any) -> ModelConfig:
-    """The shape of somebody else's model. Raises ValueError listing what is out of range."""
+def build_config(**values: Any) -> ModelConfig:
+    """Build the config of an imported model. Raises ValueError listing the values out of range."""
     return build(ModelConfig, values)
 
 
 def require_options(hf_config: dict[str, Any], needed: dict[str, Any]) -> None:
-    """Raises ConversionError for keys of a foreign config with a value that our model cannot express. An absent key has
-    the needed value, which is the default there."""
+    """Raise ConversionError if a Hugging Face config has other values than `needed`, which are its defaults."""
     wrong = [
-        f"{key} is {hf_config[key]!r:.100} (only {value!r} can be expressed)"
+        f"{key} is {hf_config[key]!r:.100} (only {value!r} is supported)"
         for key, value in needed.items()
         if hf_config.get(key, value) != value
     ]
@@ -90,14 +89,14 @@ def require_options(hf_config: dict[str, Any], needed: dict[str, Any]) -> None:
         raise ConversionError(list_first(wrong))
 
 
-def our_activation(name: Any) -> str:
+def read_activation(name: Any) -> str:
     if not isinstance(name, str) or name not in OUR_ACTIVATIONS:
-        raise ConversionError(f"the activation is {name!r:.100}; what can be expressed is {', '.join(OUR_ACTIVATIONS)}")
+        raise ConversionError(f"the activation is {name!r:.100}; supported are {', '.join(OUR_ACTIVATIONS)}")
     return OUR_ACTIVATIONS[name]
 
 
-def others_than(needed: dict[str, Any], config: ModelConfig) -> list[str]:
-    """Options of a model that have another value than a class needs."""
+def list_mismatches(needed: dict[str, Any], config: ModelConfig) -> list[str]:
+    """Return a phrase for each option of a model that differs from `needed`."""
     return [
         f"{key} {getattr(config, key)!r} (it needs {value!r})"
         for key, value in needed.items()
@@ -105,8 +104,8 @@ def others_than(needed: dict[str, Any], config: ModelConfig) -> list[str]:
     ]
 
 
-def of_one_kind_of_head(config: ModelConfig) -> dict[str, Any]:
-    """What classes need whose queries, keys and values are alike."""
+def multi_head_options(config: ModelConfig) -> dict[str, Any]:
+    """Return the options of plain multi-head attention: queries, keys and values of the same shape."""
     return {
         "num_kv_heads": config.num_heads,
         "head_dim": config.embed_dim // config.num_heads,

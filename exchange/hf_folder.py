@@ -1,4 +1,4 @@
-"""Folders of Hugging Face transformers and peft: written, opened by those libraries, and compared."""
+"""Write Hugging Face folders, open them with transformers, and compare tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from common.files import json_bytes
 from common.tensors import write_file
 from exchange.folders import new_folder
 from exchange.hf_common import Tensors
-from exchange.hf_model import FORMS
+from exchange.hf_model import CONVERSIONS
 from exchange.hf_tokenizer import (
-    chat_jinja,
+    build_chat_jinja,
     hf_tokenizer_config,
     hf_tokenizer_json,
     require_same_conversation,
@@ -28,14 +28,13 @@ from tokenizer import Tokenizer
 
 
 def require_transformers() -> None:
-    """Raises ConfigError if it is missing or too old. Turns off its progress bars and warnings: we check the results
-    ourselves."""
+    """Raise ConfigError if transformers is missing or too old. Turns off its progress bars and warnings."""
     require_packages("transformers")
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < 5:
         raise ConfigError(
-            f"transformers is {transformers.__version__}, and 5.0 or later is needed: "
+            f"transformers {transformers.__version__} is too old; 5.0 or later is needed: "
             "pip install -r requirements-extras.txt"
         )
     transformers.utils.logging.set_verbosity_error()
@@ -43,7 +42,7 @@ def require_transformers() -> None:
 
 
 @contextlib.contextmanager
-def written_folder(
+def new_hf_folder(
     out: Path,
     weights: tuple[str, Tensors],
     described: dict[str, bytes],
@@ -51,17 +50,17 @@ def written_folder(
     max_seq_len: int,
     template: Template | None,
 ) -> Iterator[Path]:
-    """A new folder with weights (file name, tensors), the `described` files and the tokenizer. It gets the name `out`
-    when the body, which checks the model, ends.
+    """Write the weights (file name, tensors), the `described` files and the tokenizer, and yield the folder.
 
-    Raises what `new_folder` and `require_same_tokens` raise.
+    It is renamed to `out` when the body, which checks the model, ends. Raises what `new_folder` and
+    `require_same_tokens` raise.
     """
     files = described | {
         "tokenizer.json": hf_tokenizer_json(tokenizer),
         "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, max_seq_len, template)),
     }
     if template:
-        files["chat_template.jinja"] = chat_jinja(template, tokenizer).encode()
+        files["chat_template.jinja"] = build_chat_jinja(template, tokenizer).encode()
     name, tensors = weights
     with new_folder(out) as folder:
         write_file(folder / name, tensors)
@@ -71,8 +70,8 @@ def written_folder(
         yield folder
 
 
-def load_theirs(folder: Path) -> Any:
-    """The model as transformers reads it, in fp32. Downloads nothing and runs no code of the folder."""
+def load_hf_model(folder: Path) -> Any:
+    """Load a folder with transformers in fp32. Downloads nothing and runs no code from the folder."""
     from transformers import AutoModelForCausalLM
 
     theirs: Any = AutoModelForCausalLM.from_pretrained(
@@ -81,10 +80,12 @@ def load_theirs(folder: Path) -> Any:
     return theirs.eval()
 
 
-def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
-    """What AutoTokenizer makes of our folder. Of another program's, whose `config` (of transformers) is given, the
-    tokenizer.json as it stands: AutoTokenizer of transformers 5 puts GPT-2's splitting in the place of SmolLM2's,
-    because of the class that is named in its folder (their issue 45920)."""
+def load_hf_tokenizer(folder: Path, config: Any = None) -> Any:
+    """Load a folder's tokenizer with transformers. Give the `config` (of transformers) if another program wrote it.
+
+    Then tokenizer.json is read directly: AutoTokenizer of transformers 5 replaces SmolLM2's pre-tokenizer by GPT-2's,
+    because of the class named in its folder (transformers issue 45920).
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if config is not None and (folder / "tokenizer.json").exists():
@@ -94,25 +95,25 @@ def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
 
 
 def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: Template | None) -> None:
-    """Raises TokenizerError if transformers reads other ids from an exported folder's tokenizer or chat template."""
-    theirs = load_their_tokenizer(folder)
+    """Raise TokenizerError if an exported folder's tokenizer or chat template gives other ids in transformers."""
+    theirs = load_hf_tokenizer(folder)
     splitting = {"split_special_tokens": True} if template else {}
     require_same_ids(tokenizer, theirs, add_special_tokens=True, **splitting)
     if template:
         require_same_conversation(template, tokenizer, theirs)
 
 
-def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:
-    """The model of a foreign config and its tensors, built by transformers, in fp32.
+def build_hf_model(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:
+    """Build the transformers model of a Hugging Face config and its tensors, in fp32.
 
-    Passes on only the keys that the config's class declares: others (a number of labels, a quantization, an adapter)
-    could take any amount of memory, and `from_hf` does not read them.
+    Only keys that the config's class declares are passed on. Others (labels, a quantization, an adapter) could take any
+    amount of memory, and `from_hf` does not read them.
     """
     import transformers
 
-    model_class = getattr(transformers, FORMS[hf_config["model_type"]].model_class)
+    model_class = getattr(transformers, CONVERSIONS[hf_config["model_type"]].model_class)
     config_class = model_class.config_class
-    # Before transformers 5.4 a class declares its keys in __init__.
+    # Before transformers 5.4, config classes declare their keys in __init__.
     own = inspect.get_annotations(config_class) or inspect.signature(config_class).parameters
     known = {key: value for key, value in hf_config.items() if key in own}
     theirs: Any = model_class(config_class(**{**known, "tie_word_embeddings": tied}))

@@ -1,5 +1,6 @@
-"""GPT-2's form under the names of Hugging Face `transformers`, GPT2LMHeadModel. Its linear layers are stored transposed
-there, and biases that we leave out are zeros.
+"""Convert the GPT-2 form to and from `GPT2LMHeadModel` of Hugging Face transformers.
+
+Its linear layers are stored transposed, and biases that our model lacks are exported as zeros.
 
 Shapes in comments: C = embed_dim, F = ff_dim.
 """
@@ -12,34 +13,34 @@ import torch
 
 from exchange.hf_common import (
     ACTIVATIONS,
-    Entry,
     Table,
-    checked_config,
-    linear,
-    of_one_kind_of_head,
-    others_than,
-    our_activation,
+    TensorEntry,
+    build_config,
+    linear_entries,
+    list_mismatches,
+    multi_head_options,
+    read_activation,
     require_options,
 )
 from model_config import ModelConfig
 
-GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")  # the causal mask, in files of older versions
+GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")  # the causal mask in files of older versions
 
 
-def gpt2_obstacles(config: ModelConfig) -> list[str]:
-    """Options that the class cannot have."""
+def list_gpt2_obstacles(config: ModelConfig) -> list[str]:
+    """Return the options that GPT2LMHeadModel lacks."""
     needed = {"norm": "layernorm", "qk_norm": False, "embed_norm": False}
-    wrong = others_than(needed | of_one_kind_of_head(config), config)
+    wrong = list_mismatches(needed | multi_head_options(config), config)
     return wrong if config.activation in ACTIVATIONS else [*wrong, f"activation {config.activation!r}"]
 
 
-def gpt2_config(config: ModelConfig) -> dict[str, Any]:
+def to_gpt2_config(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": config.vocab_size,
         "n_positions": config.max_seq_len,
-        "n_ctx": config.max_seq_len,  # of older versions; some converters still ask for it
+        "n_ctx": config.max_seq_len,  # obsolete, but some converters still need it
         "n_embd": config.embed_dim,
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
@@ -53,7 +54,7 @@ def gpt2_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def config_of_gpt2(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
+def from_gpt2_config(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
     require_options(
         hf_config,
         {
@@ -62,37 +63,40 @@ def config_of_gpt2(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
             "add_cross_attention": False,
         },
     )
-    return checked_config(  # absent keys as GPT2Config has them
+    return build_config(  # defaults of GPT2Config
         vocab_size=hf_config.get("vocab_size", 50257),
         embed_dim=hf_config.get("n_embd", 768),
         num_heads=hf_config.get("n_head", 12),
         num_layers=hf_config.get("n_layer", 12),
-        ff_dim=hf_config.get("n_inner"),  # None is 4 * n_embd here and there
+        ff_dim=hf_config.get("n_inner"),  # None means 4 * n_embd in both
         max_seq_len=hf_config.get("n_positions", 1024),
         dropout=hf_config.get("resid_pdrop", 0.1),
         tie_embeddings=tied,
-        activation=our_activation(hf_config.get("activation_function", "gelu_new")),
+        activation=read_activation(hf_config.get("activation_function", "gelu_new")),
         norm_eps=hf_config.get("layer_norm_epsilon", 1e-5),
     )
 
 
 def gpt2_table(config: ModelConfig) -> Table:
-    """OpenAI wrote its linear layers as convolutions of width 1, whose weight is (in, out); ours is (out, in). Biases
-    cannot be turned off there; zeros change no bit."""
+    """Return the tensor table.
+
+    OpenAI wrote linear layers as convolutions of width 1 with an (in, out) weight; ours is (out, in). GPT-2 cannot turn
+    biases off; zeros change no bit.
+    """
     C, F = config.embed_dim, config.ff_dim
 
-    def both(ours: str, theirs: str, rows: int, transposed: bool) -> Table:
-        weight, bias = linear(ours, [f"transformer.{theirs}"], has_bias=True)
+    def layer(ours: str, theirs: str, rows: int, transposed: bool) -> Table:
+        weight, bias = linear_entries(ours, [f"transformer.{theirs}"], has_bias=True)
         return [weight._replace(transposed=transposed), bias._replace(absent=torch.zeros(rows))]
 
     return [
-        Entry("token_embedding.weight", ("transformer.wte.weight",)),
-        Entry("positional_embedding.weight", ("transformer.wpe.weight",)),
-        *both("ln_f", "ln_f", C, transposed=False),
-        *both("blocks.{}.norm1", "h.{}.ln_1", C, transposed=False),
-        *both("blocks.{}.attention.qkv", "h.{}.attn.c_attn", 3 * C, transposed=True),
-        *both("blocks.{}.attention.out_proj", "h.{}.attn.c_proj", C, transposed=True),
-        *both("blocks.{}.norm2", "h.{}.ln_2", C, transposed=False),
-        *both("blocks.{}.feed_forward.fc1", "h.{}.mlp.c_fc", F, transposed=True),
-        *both("blocks.{}.feed_forward.fc2", "h.{}.mlp.c_proj", C, transposed=True),
+        TensorEntry("token_embedding.weight", ("transformer.wte.weight",)),
+        TensorEntry("positional_embedding.weight", ("transformer.wpe.weight",)),
+        *layer("ln_f", "ln_f", C, transposed=False),
+        *layer("blocks.{}.norm1", "h.{}.ln_1", C, transposed=False),
+        *layer("blocks.{}.attention.qkv", "h.{}.attn.c_attn", 3 * C, transposed=True),
+        *layer("blocks.{}.attention.out_proj", "h.{}.attn.c_proj", C, transposed=True),
+        *layer("blocks.{}.norm2", "h.{}.ln_2", C, transposed=False),
+        *layer("blocks.{}.feed_forward.fc1", "h.{}.mlp.c_fc", F, transposed=True),
+        *layer("blocks.{}.feed_forward.fc2", "h.{}.mlp.c_proj", C, transposed=True),
     ]

@@ -1,10 +1,10 @@
-"""Llama's form under the names of Hugging Face `transformers`, with its two variants: Qwen2 has biases on queries, keys
-and values, Qwen3 has norms of queries and keys. Most programs that run language models know these three.
+"""Convert to and from Llama and its variants in Hugging Face transformers: Qwen2 (qkv biases) and Qwen3 (qk norms).
 
-Three things differ from ours: queries, keys and values, and gate and up, are tensors of their own there; norms always
-have a gain (ones where ours have none); and there is no norm of the embeddings, so that it goes into their table.
+Most programs that run language models know these three. They differ from our model in three ways: q, k and v, and gate
+and up, are separate tensors; norms always have a gain (ones where ours have none); and there is no embedding norm, so
+ours is folded into the embedding table.
 
-Shapes in comments: C = embed_dim, F = ff_dim, H = heads, K = heads of keys and values, D = head_dim, V = vocab_size.
+Shapes in comments: C = embed_dim, F = ff_dim, D = head_dim, V = vocab_size.
 """
 
 from __future__ import annotations
@@ -16,57 +16,58 @@ import torch
 
 from exchange.hf_common import (
     ConversionError,
-    Entry,
     Table,
+    TensorEntry,
     Tensors,
-    checked_config,
-    linear,
-    others_than,
+    build_config,
+    linear_entries,
+    list_mismatches,
     require_options,
 )
 from model import rms_norm
 from model_config import ModelConfig
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Where a config.json lacks a key, as the classes have it.
-DEFAULTS: dict[str, dict[str, Any]] = {
+MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Defaults of the classes for keys that a config.json lacks.
+CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
     "qwen2": {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
     "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768, "head_dim": 128},
 }
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # as in rope_scaling
+# The keys of Hugging Face's rope_scaling, in the order of our rope_scaling.
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def kind_of(config: ModelConfig) -> str:
-    """The `model_type` of a model of Llama's form."""
+def llama_model_type(config: ModelConfig) -> str:
+    """Return the `model_type` of a modern model."""
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias and not config.bias else "llama"
 
 
-def llama_obstacles(config: ModelConfig) -> list[str]:
-    """Options that the class cannot have."""
-    kind = kind_of(config)
+def list_llama_obstacles(config: ModelConfig) -> list[str]:
+    """Return the options that the class lacks."""
+    kind = llama_model_type(config)
     needed: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu"}
     if kind != "llama":
         needed |= {"bias": False, "qkv_bias": kind == "qwen2"}
-    wrong = others_than(needed, config)
+    wrong = list_mismatches(needed, config)
     if config.qkv_bias != config.bias and kind == "llama":
         wrong.append(f"bias {config.bias!r} beside qkv_bias {config.qkv_bias!r}")
     if config.embed_norm and config.tie_embeddings:
-        wrong.append("embed_norm with tie_embeddings (the norm goes into the table, which the head would share)")
+        wrong.append("embed_norm with tie_embeddings (the norm is folded into the table, which the head would share)")
     return wrong
 
 
-def llama_config(config: ModelConfig) -> dict[str, Any]:
-    kind = kind_of(config)
+def to_llama_config(config: ModelConfig) -> dict[str, Any]:
+    kind = llama_model_type(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling:
-        rope |= {"rope_type": "llama3", **dict(zip(LLAMA3, config.rope_scaling, strict=True))}
-        rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
+        rope |= {"rope_type": "llama3", **dict(zip(LLAMA3_KEYS, config.rope_scaling, strict=True))}
+        rope[LLAMA3_KEYS[-1]] = int(rope[LLAMA3_KEYS[-1]])
     special = {"llama": {"attention_bias": config.bias, "mlp_bias": config.bias}, "qwen3": {"attention_bias": False}}
     return {
-        "architectures": [CLASSES[kind]],
+        "architectures": [MODEL_CLASSES[kind]],
         "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
@@ -80,8 +81,8 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": config.dropout,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope,
-        "rope_theta": config.rope_base,  # where programs older than transformers 5 look for it
-        **({"rope_scaling": {key: rope[key] for key in ("rope_type", *LLAMA3)}} if config.rope_scaling else {}),
+        "rope_theta": config.rope_base,  # read by programs older than transformers 5
+        **({"rope_scaling": {key: rope[key] for key in ("rope_type", *LLAMA3_KEYS)}} if config.rope_scaling else {}),
         **special.get(kind, {}),
         "initializer_range": 0.02,
         "tie_word_embeddings": config.tie_embeddings,
@@ -89,11 +90,11 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def config_of_llama(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelConfig:
-    known = DEFAULTS[kind] | {key: value for key, value in hf_config.items() if value is not None}
+def from_llama_config(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelConfig:
+    known = CONFIG_DEFAULTS[kind] | {key: value for key, value in hf_config.items() if value is not None}
     require_options(known, {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0})
     if any(layer != "full_attention" for layer in known.get("layer_types", ())):
-        raise ConversionError("layer_types names another kind than full_attention, the only one that can be expressed")
+        raise ConversionError("layer_types has another kind of attention than full_attention, the only one supported")
     bias = False
     if kind == "llama":
         bias = known.get("attention_bias", False)
@@ -101,8 +102,8 @@ def config_of_llama(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelCo
     elif kind == "qwen3":
         require_options(known, {"attention_bias": False})
     heads, width = known.get("num_attention_heads", 32), known.get("hidden_size", 4096)
-    base, scaling = rope_of(known)
-    return checked_config(
+    base, scaling = read_rope(known)
+    return build_config(
         vocab_size=known["vocab_size"],
         embed_dim=width,
         num_heads=heads,
@@ -126,37 +127,40 @@ def config_of_llama(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelCo
     )
 
 
-def rope_of(hf_config: dict[str, Any]) -> tuple[float, tuple[float, ...]]:
-    """Base and scaling of the rotation. transformers 5 keeps both in `rope_parameters`; files from before it have
-    `rope_theta` and `rope_scaling`, whose `rope_type` was once `type`."""
+def read_rope(hf_config: dict[str, Any]) -> tuple[float, tuple[float, ...]]:
+    """Return the base and the scaling of RoPE.
+
+    transformers 5 keeps both in `rope_parameters`; older files have `rope_theta` and `rope_scaling`, where `rope_type`
+    was once `type`.
+    """
     rope = hf_config.get("rope_parameters", hf_config.get("rope_scaling", {}))
     if not isinstance(rope, dict):
         raise ConversionError(f"rope_parameters is {rope!r:.100}; an object {{...}} is needed")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ConversionError(f"the rope scaling is {kind!r:.100}; what can be expressed is default and llama3")
+        raise ConversionError(f"the rope scaling is {kind!r:.100}; supported are default and llama3")
     base = rope.get("rope_theta", hf_config.get("rope_theta", 10_000.0))
     if kind == "default":
         return base, ()
-    if missing := [key for key in LLAMA3 if key not in rope]:
+    if missing := [key for key in LLAMA3_KEYS if key not in rope]:
         raise ConversionError(f"the rope scaling llama3 lacks {', '.join(missing)}")
-    return base, tuple(rope[key] for key in LLAMA3)
+    return base, tuple(rope[key] for key in LLAMA3_KEYS)
 
 
 def llama_table(config: ModelConfig) -> Table:
     C, F, D = config.embed_dim, config.ff_dim, config.head_dim
     layer, theirs = "blocks.{}", "model.layers.{}"
 
-    def norm(ours: str, name: str, width: int) -> Entry:
-        return Entry(f"{ours}.weight", (f"{name}.weight",), absent=torch.ones(width))
+    def norm(ours: str, name: str, width: int) -> TensorEntry:
+        return TensorEntry(f"{ours}.weight", (f"{name}.weight",), absent=torch.ones(width))
 
     def stacked(ours: str, names: Sequence[str], has_bias: bool, rows: tuple[int, ...]) -> Table:
-        return linear(f"{layer}.{ours}", [f"{theirs}.{name}" for name in names], has_bias, rows)
+        return linear_entries(f"{layer}.{ours}", [f"{theirs}.{name}" for name in names], has_bias, rows)
 
     qkv = [f"self_attn.{part}_proj" for part in "qkv"]
     qk_norms = [norm(f"{layer}.attention.{part}_norm", f"{theirs}.self_attn.{part}_norm", D) for part in "qk"]
     return [
-        Entry("token_embedding.weight", ("model.embed_tokens.weight",)),
+        TensorEntry("token_embedding.weight", ("model.embed_tokens.weight",)),
         norm("ln_f", "model.norm", C),
         norm(f"{layer}.norm1", f"{theirs}.input_layernorm", C),
         norm(f"{layer}.norm2", f"{theirs}.post_attention_layernorm", C),
@@ -168,9 +172,11 @@ def llama_table(config: ModelConfig) -> Table:
     ]
 
 
-def folded(config: ModelConfig, state: Tensors) -> Tensors:
-    """The norm of the embeddings goes into their table: each row is normalised wherever it is looked up, so it can be
-    once and for all."""
+def fold_embed_norm(config: ModelConfig, state: Tensors) -> Tensors:
+    """Fold the embedding norm into the embedding table.
+
+    A row gets the same norm wherever it is looked up, so it can be applied once.
+    """
     if not config.embed_norm:
         return state
     table = rms_norm(state["token_embedding.weight"], config.norm_eps, state.get("embed_norm.weight"))  # (V, C)

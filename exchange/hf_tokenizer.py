@@ -18,30 +18,32 @@ from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import TokenizerError, read_tokenizer_json
 from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
 
-PARAGRAPH = (
+PROBE_PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
     'and up into the hills. "How far is it?" she asked. "Nine miles," he said, "or ten; nobody ever measured it."\n'
 )
-PADS = (SPECIAL_TOKENS[1], "<|finetune_right_pad_id|>")  # ours, Llama 3.1's; most models have none
-CHARACTERS_HAVE = SPECIAL_TOKENS[1:]  # padding and unknown; there is no end of text
-ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+PAD_NAMES = (SPECIAL_TOKENS[1], "<|finetune_right_pad_id|>")  # ours and Llama 3.1's; most models have none
+CHARACTER_SPECIAL_TOKENS = SPECIAL_TOKENS[1:]  # padding and unknown; a character vocabulary has no end of text
+SPLIT_CHARACTERS = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
 
 def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens of the exported tokenizer, with their ids. A character vocabulary gets two after its own ids:
-    transformers needs one to pad batches, and without one for the unknown it fails with "Missing [UNK] token"."""
+    """Return the special tokens of the exported tokenizer and their ids.
+
+    A character vocabulary gets two more ids: transformers needs one to pad batches and fails with "Missing [UNK] token"
+    without the other.
+    """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.special_ids
-    return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTERS_HAVE)}
+    return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTER_SPECIAL_TOKENS)}
 
 
-def chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bool = True) -> str:
-    """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
+def build_chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bool = True) -> str:
+    """Return the chat template in Jinja, for `apply_chat_template` of Hugging Face and for llama.cpp.
 
-    It refuses what `require_order` refuses, and a turn that contains the name of a special token: the output is
-    tokenized as one text, in which that name would become the token. The content of a turn is a text, or a list of
-    OpenAI's text parts, one a line. `marks_answers` keeps the tags by which Hugging Face finds answers; other programs
-    do not know them.
+    It refuses what `require_order` refuses, and turns that contain the name of a special token: the output is tokenized
+    as one text, in which the name would become the token. A turn's content is a string or a list of OpenAI's text
+    parts, which become lines. `marks_answers` keeps Hugging Face's {% generation %} tags, which other programs lack.
     """
     file = "chatml_template.jinja" if isinstance(template, ChatML) else "chat_template.jinja"
     jinja = Path(__file__).with_name(file).read_text(encoding="utf-8")
@@ -55,13 +57,15 @@ def chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bool = T
 
 
 def hf_vocab_size(tokenizer: Tokenizer) -> int:
-    """The ids of the exported tokenizer are below this."""
-    return tokenizer.vocab_size + (0 if isinstance(tokenizer, BPETokenizer) else len(CHARACTERS_HAVE))
+    """Return the vocabulary size of the exported tokenizer."""
+    return tokenizer.vocab_size + (0 if isinstance(tokenizer, BPETokenizer) else len(CHARACTER_SPECIAL_TOKENS))
 
 
 def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
-    """A `tokenizers` file that gives the same ids. Characters become words of one letter; one that the vocabulary lacks
-    becomes `<|unk|>`."""
+    """Return a `tokenizers` file that gives the same ids.
+
+    Characters become words of one letter; a character that the vocabulary lacks becomes `<|unk|>`.
+    """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.to_json().encode()
     special = hf_special_tokens(tokenizer)
@@ -72,52 +76,63 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
         "padding": None,
         "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
         "normalizer": None,
-        "pre_tokenizer": ONE_CHARACTER,
+        "pre_tokenizer": SPLIT_CHARACTERS,
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {
             "type": "WordLevel",
             "vocab": {chr(code): i for i, code in enumerate(tokenizer.codes.tolist())} | special,
-            "unk_token": CHARACTERS_HAVE[1],
+            "unk_token": CHARACTER_SPECIAL_TOKENS[1],
         },
     }
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def special_tokens(tokenizer: Tokenizer, template: Template | None) -> dict[str, str]:
-    """What transformers calls the special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
-    lies beyond the vocabulary. A vocabulary without padding is padded with its end, as Qwen's is."""
+def special_token_roles(tokenizer: Tokenizer, template: Template | None) -> dict[str, str]:
+    """Return which special token has which role in transformers.
+
+    Without `tokenizer_config.json`, transformers would add GPT-2's own, with an id beyond the vocabulary. If there is
+    no padding token, the end of text pads, as in Qwen.
+    """
     known = hf_special_tokens(tokenizer)
     names: dict[int | None, str] = {i: name for name, i in known.items()}
     end = CHATML_TOKENS[1] if isinstance(template, ChatML) else names.get(tokenizer.end_of_text_id, "")
-    pad = next((name for name in PADS if name in known), names.get(tokenizer.end_of_text_id, end))
+    pad = next((name for name in PAD_NAMES if name in known), names.get(tokenizer.end_of_text_id, end))
     start = names.get(tokenizer.start_id, "")
     roles = {"bos_token": start, "eos_token": end, "pad_token": pad, "unk_token": SPECIAL_TOKENS[2]}
     return {role: name for role, name in roles.items() if name in known}
 
 
 def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: Template | None) -> dict[str, Any]:
-    """A special token's name in a text is ordinary text, as it is here. Not so with a chat template, which writes
-    special tokens by their names."""
+    """Return the content of tokenizer_config.json.
+
+    A special token's name in a text is ordinary text, as it is here, unless there is a chat template: it writes special
+    tokens by their names.
+    """
     return {
         "split_special_tokens": template is None,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
-        **special_tokens(tokenizer, template),
+        **special_token_roles(tokenizer, template),
     }
 
 
 def hf_special_ids(tokenizer: Tokenizer, template: Template | None) -> dict[str, int | None]:
-    """For config.json and generation_config.json. None is written too: the defaults are ids of other vocabularies."""
+    """Return the special ids for config.json and generation_config.json.
+
+    None is written, too, because the defaults are ids of other vocabularies.
+    """
     known = hf_special_tokens(tokenizer)
-    names = special_tokens(tokenizer, template)
+    names = special_token_roles(tokenizer, template)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
 def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Template | None) -> dict[str, Any]:
-    """A text has the length of generate.py's, and room in the context after a prompt of half of it: beyond the context,
-    GPT-2 fails. Ids that generate.py never samples are suppressed. `config` is that of the exported model."""
+    """Return the content of generation_config.json, with generate.py's length and suppressed ids.
+
+    `config` belongs to the exported model. The length is at most half of the context: beyond the context, GPT-2 fails.
+    """
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
     ends = {"eos_token_id": sorted(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
@@ -125,38 +140,38 @@ def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Te
 
 
 def tokens_to_generate(config: ModelConfig) -> int:
-    """generate.py's default, but at most half of the context."""
+    """Return generate.py's default, at most half of the context."""
     return min(Sampling().max_new_tokens, config.max_seq_len // 2)
 
 
 def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
-    """The tokenizer of a Hugging Face folder, and the content of our tokenizer.json: a copy of theirs, if there is
-    one.
+    """Return the tokenizer of a Hugging Face folder and the content of our tokenizer.json: a copy of the folder's, if
+    it has one.
 
-    Raises DataError or TokenizerError for a folder without one, or with one of another kind than byte-level BPE and
-    the characters of `hf_tokenizer_json`.
+    Raises DataError or TokenizerError if there is none, or if it is neither byte-level BPE nor a character vocabulary
+    written by `hf_tokenizer_json`.
     """
     path = folder / "tokenizer.json"
     if path.exists():
         content = read_tokenizer_json(path)
-        if (characters := characters_of(content)) is not None:
+        if (characters := read_characters(content)) is not None:
             tokenizer: Tokenizer = CharacterTokenizer(characters)
             return tokenizer, tokenizer.to_json().encode()
         tokenizer = load_tokenizer(path)
-        if tokenizer.bos_id is None and (name := added_beginning(folder)) in tokenizer.special_ids:
-            tokenizer = with_beginning(tokenizer, name)
+        if tokenizer.bos_id is None and (name := read_added_bos(folder)) in tokenizer.special_ids:
+            tokenizer = add_bos(tokenizer, name)
             return tokenizer, tokenizer.to_json().encode()
         return tokenizer, path.read_bytes()
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        tokenizer = from_vocab_and_merges(folder)
+        tokenizer = load_vocab_and_merges(folder)
         return tokenizer, tokenizer.to_json().encode()
     if (folder / "tokenizer.model").exists():
-        raise DataError(f"{folder} has only tokenizer.model, which is SentencePiece's: tokenizer.json is needed.")
+        raise DataError(f"{folder} has only a SentencePiece tokenizer.model; tokenizer.json is needed.")
     raise DataError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt.")
 
 
-def added_beginning(folder: Path) -> str:
-    """The name of the token that tokenizer_config.json puts before each text (DeepSeek's does); "" for none."""
+def read_added_bos(folder: Path) -> str:
+    """Return the token that tokenizer_config.json puts before each text, as DeepSeek's does, or ""."""
     path = folder / "tokenizer_config.json"
     config = read_json(path, DataError) if path.exists() else {}
     name = config.get("bos_token")
@@ -164,8 +179,8 @@ def added_beginning(folder: Path) -> str:
     return name if config.get("add_bos_token") is True and isinstance(name, str) else ""
 
 
-def with_beginning(tokenizer: Tokenizer, name: str) -> BPETokenizer:
-    """The tokenizer with the special token `name` before each text, as its own file then says."""
+def add_bos(tokenizer: Tokenizer, name: str) -> BPETokenizer:
+    """Return the tokenizer with the special token `name` before each text, as a post-processor."""
     from tokenizers.processors import TemplateProcessing
 
     assert isinstance(tokenizer, BPETokenizer)
@@ -176,45 +191,44 @@ def with_beginning(tokenizer: Tokenizer, name: str) -> BPETokenizer:
     return BPETokenizer(tokenizer.backend)
 
 
-def characters_of(content: dict[str, Any]) -> list[str] | None:
-    """The characters in order of their ids, if `hf_tokenizer_json` wrote the file; None for any other."""
+def read_characters(content: dict[str, Any]) -> list[str] | None:
+    """Return the characters in order of their ids if `hf_tokenizer_json` wrote the file, else None."""
     model, added = content.get("model"), content.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(added, list):
         return None
-    if not all(isinstance(token, dict) and token.get("content") in CHARACTERS_HAVE for token in added):
+    if not all(isinstance(token, dict) and token.get("content") in CHARACTER_SPECIAL_TOKENS for token in added):
         return None
     vocab = model.get("vocab")
-    if content.get("pre_tokenizer") != ONE_CHARACTER or content.get("normalizer") or not isinstance(vocab, dict):
+    if content.get("pre_tokenizer") != SPLIT_CHARACTERS or content.get("normalizer") or not isinstance(vocab, dict):
         return None
-    vocab = {word: i for word, i in vocab.items() if word not in CHARACTERS_HAVE}
+    vocab = {word: i for word, i in vocab.items() if word not in CHARACTER_SPECIAL_TOKENS}
     if sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str) or any(len(word) != 1 for word in vocab):
         return None
     return sorted(vocab, key=vocab.__getitem__)
 
 
-def from_vocab_and_merges(folder: Path) -> BPETokenizer:
-    """The two files that OpenAI published, as transformers reads them. Raises DataError."""
+def load_vocab_and_merges(folder: Path) -> BPETokenizer:
+    """Load vocab.json and merges.txt, as OpenAI published them, with transformers. Raises DataError."""
     import tokenizers
     from transformers import AutoTokenizer
 
     try:
         theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # `tokenizers` raises a bare one
+    except Exception as problem:  # `tokenizers` raises a plain Exception
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
     return BPETokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()))
 
 
 def probe_text(tokenizer: Tokenizer) -> str:
-    """Text of many kinds that the tokenizer can express: for characters, all of them and what they can spell of it."""
+    """Return varied text that the tokenizer can express. For a character vocabulary it includes every character."""
     if isinstance(tokenizer, BPETokenizer):
-        return PARAGRAPH + tokenizer.probe() + "!\n".join(["", *tokenizer.found_in_text])
+        return PROBE_PARAGRAPH + tokenizer.probe() + "!\n".join(["", *tokenizer.found_in_text])
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
-    return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE_TEXT, unknown="drop"))
+    return alphabet + tokenizer.decode(tokenizer.encode(PROBE_PARAGRAPH + PROBE_TEXT, unknown="drop"))
 
 
 def require_same_conversation(template: Template, tokenizer: Tokenizer, theirs: Any) -> None:
-    """Raises TokenizerError if transformers gives other ids for a conversation, with or without the question at its
-    end."""
+    """Raise TokenizerError if transformers gives other ids for a conversation, with or without a last question."""
     messages = [
         Message("system", "Be brief."),
         Message("user", " What is it?\n"),
@@ -226,14 +240,17 @@ def require_same_conversation(template: Template, tokenizer: Tokenizer, theirs: 
     whole = theirs.apply_chat_template(asked[:3], return_dict=True)["input_ids"]
     ids = template.encode(tokenizer, messages[:3])[0].tolist()
     if found != template.prompt_ids(tokenizer, messages) or whole != ids:
-        raise TokenizerError("transformers reads the chat template differently: it gives other ids for a conversation.")
+        raise TokenizerError("transformers gives other ids for a conversation: it reads the chat template differently.")
 
 
-def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> Template | None:
-    """Our template, if the folder has that one; ChatML, if transformers, which runs a template in a sandbox, makes the
-    same prompts of conversations (`theirs`: their tokenizer). None for no template, and for any other."""
+def recognize_chat_template(folder: Path, tokenizer: Tokenizer, theirs: Any) -> Template | None:
+    """Return the folder's chat template if it is one that we support, else None.
+
+    It is ours if the file is the same, and ChatML if transformers, which runs templates in a sandbox, builds the same
+    prompts. `theirs` is the tokenizer of transformers.
+    """
     path, template = folder / "chat_template.jinja", ChatTemplate()
-    if path.exists() and path.read_bytes() == chat_jinja(template, tokenizer).encode():
+    if path.exists() and path.read_bytes() == build_chat_jinja(template, tokenizer).encode():
         return template
     if not tokenizer.special_ids.keys() >= set(CHATML_TOKENS):
         return None
@@ -245,21 +262,23 @@ def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> Templat
         return theirs.apply_chat_template(asked, add_generation_prompt=True, **how)
 
     try:
-        # What stands before the question is the system's turn of a conversation that has none.
+        # The text before the question is the default system turn.
         before, _, _ = ask(turns[:1], tokenize=False).partition("<|im_start|>user\n")
         chatml = ChatML(before.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n"))
         for messages in (turns[:1], turns, [system, *turns[:1]], [system, *turns]):
             if ask(messages, return_dict=True)["input_ids"] != chatml.prompt_ids(tokenizer, messages):
                 return None
-    except Exception:  # a template may raise anything, or there is none
+    except Exception:  # a template may raise anything, and there may be none
         return None
     return chatml
 
 
 def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
-    """Raises TokenizerError if a tokenizer of transformers gives other ids for the probe text, or other text for the
-    ids. `how` are more arguments to call it with: names of special tokens are ordinary text in our tokenizers, and
-    what begins a text belongs to its ids only with `add_special_tokens`."""
+    """Raise TokenizerError if a tokenizer of transformers encodes the probe text or decodes its ids differently.
+
+    `how`: keyword arguments of the call. In our tokenizers, names of special tokens are ordinary text; the token at the
+    beginning is part of the ids only with `add_special_tokens`.
+    """
     text = probe_text(tokenizer)
     ids = tokenizer.encode(text).tolist()
     if how.setdefault("add_special_tokens", False) and tokenizer.bos_id is not None:

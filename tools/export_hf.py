@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     checkpoint, out, base = options.checkpoint, Path(options.out), options.base
     if options.gguf:  # fail before anything is written
-        gguf_export.require_file(checkpoint, Path(options.gguf), options.ollama)
+        gguf_export.require_gguf_export(checkpoint, Path(options.gguf), options.ollama)
     difference = export(checkpoint, out, Path(base) if base else None)
     reader = "peft" if base else "transformers"
     print(
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = f'PeftModel.from_pretrained({model}, "{out}")' if base else model
     print(f'\nTo use it: {model}, AutoTokenizer.from_pretrained("{out}")')
     if options.gguf:
-        gguf_export.export_file(checkpoint, Path(options.gguf), options.gguf_type or "f16", options.ollama)
+        gguf_export.export_gguf(checkpoint, Path(options.gguf), options.gguf_type or "f16", options.ollama)
     return 0
 
 

@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Imported {options.folder} to {out}. Its logits differ from those of transformers by {imported.difference}, "
         "and its token ids are the same."
     )
-    if imported.padding:
-        print(f"Left out {imported.padding:,} rows of padding in the vocabulary.")
-    if not imported.ends:
+    if imported.padding_rows:
+        print(f"Left out {imported.padding_rows:,} rows of padding in the vocabulary.")
+    if not imported.end_tokens:
         print("Its tokenizer has no known end-of-text token, so generation continues to the length you give.")
     if imported.template:
         print("It is a chat model: generation uses its chat template.")

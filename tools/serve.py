@@ -42,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_packages("gguf", "xllamacpp")
     port, key = find_port(options.host, options.port), choose_key(options.host)
     from common.checkpoint import newest_run, open_checkpoint  # imported here, because --help should not wait for torch
-    from exchange.gguf_export import gguf_beside
+    from exchange.gguf_export import find_or_write_gguf
     from serving.llama import start
     from serving.models import run_folder
 
     checkpoint = open_checkpoint(options.run or newest_run())
     name = run_folder(checkpoint.path).name or "model"
     try:
-        file = gguf_beside(checkpoint, name)
+        file = find_or_write_gguf(checkpoint, name)
     except ConfigError as problem:
         raise ConfigError(
             f"{problem} Export it to a FOLDER with tools/export_hf.py instead, and use `transformers serve FOLDER`."

@@ -21,7 +21,7 @@ from common.chat import (
     require_order,
     template_from_dict,
 )
-from exchange.hf_tokenizer import chat_jinja
+from exchange.hf_tokenizer import build_chat_jinja
 from tokenizer import CharacterTokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
@@ -160,7 +160,7 @@ def hugging_face(template: Template, tokenizer: BPETokenizer = BPE) -> Any:
 
     special = {"bos_token": END, "eos_token": END}
     theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_json()), **special)
-    theirs.chat_template = chat_jinja(template, tokenizer)
+    theirs.chat_template = build_chat_jinja(template, tokenizer)
     return theirs
 
 
@@ -178,7 +178,7 @@ def test_hugging_face_gives_the_same_ids_and_finds_the_answers(template: Templat
     found = theirs.apply_chat_template(dicts, return_dict=True, return_assistant_tokens_mask=True)
     ids, counted = template.encode(tokenizer, messages)
     assert found["input_ids"] == ids.tolist() and found["assistant_masks"] == counted.astype(int).tolist()
-    theirs.chat_template = chat_jinja(template, tokenizer, marks_answers=False)
+    theirs.chat_template = build_chat_jinja(template, tokenizer, marks_answers=False)
     prompt = theirs.apply_chat_template(dicts[:-1], add_generation_prompt=True, return_dict=True)
     assert prompt["input_ids"] == template.prompt_ids(tokenizer, messages[:-1])
 

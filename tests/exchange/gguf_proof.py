@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 
 from common.errors import CheckpointError
-from exchange.gguf_file import looks_special
+from exchange.gguf_file import is_special_name
 from exchange.hf_tokenizer import probe_text
 from model import TransformerBlock, TransformerLanguageModel
 from tests.exchange.llama_server import TOP, LlamaServer
@@ -191,7 +191,7 @@ def compare_perplexity(
 def as_llama_cpp_reads(text: str, tokenizer: BPETokenizer) -> str:
     """The text without what llama.cpp is known to read otherwise: it brings no text into NFC, as Qwen's tokenizer does,
     and finds no added tokens that it takes as special."""
-    for name in filter(looks_special, tokenizer.found_in_text):
+    for name in filter(is_special_name, tokenizer.found_in_text):
         text = text.replace(name, "")
     return tokenizer.decode(tokenizer.encode(text))
 

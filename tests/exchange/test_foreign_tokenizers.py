@@ -224,7 +224,7 @@ def test_llama_cpp_cuts_in_the_same_way_and_another_name_is_noticed(
         if (form, other) in {("qwen2", "llama-bpe"), ("qwen3", "llama-bpe")}:
             continue  # no vocabulary of Qwen's has a number of several digits: both names give the same ids
         monkeypatch.setattr(tokenizer, "splitting", other)
-        monkeypatch.setattr(gguf_file, "obstacle_to_bpe", lambda tokenizer: "")
+        monkeypatch.setattr(gguf_file, "find_bpe_obstacle", lambda tokenizer: "")
         gguf_file.write_gguf(tmp_path / "b.gguf", small, tokenizer, "b")
         with pytest.raises(CheckpointError, match="gives other ids"):
             gguf_proof.verify_gguf(tmp_path / "b.gguf", small, tokenizer)

@@ -84,7 +84,7 @@ def test_rounded_weights(
     assert abs(agreement.change) < largest_change and "its perplexity on" in str(agreement)
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for name, exact in gguf_file.named_tensors(trained):
+    for name, exact in gguf_file.to_gguf_tensors(trained):
         stored = tensors[name]
         matrix = exact.dim() == 2 and name != "position_embd.weight"
         expected = gguf_type if matrix else "f32"
@@ -213,7 +213,7 @@ def test_what_to_type(bpe: BPETokenizer) -> None:
     config, path = ModelConfig(65, max_seq_len=256), Path("runs/My Model!.gguf")
     command = gguf_export.llama_command(path, config)
     assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
-    assert gguf_export.modelfile(path, config, bpe).splitlines() == [
+    assert gguf_export.build_modelfile(path, config, bpe).splitlines() == [
         "FROM ./My Model!.gguf",
         "PARAMETER num_ctx 256",
         "PARAMETER num_predict 128",
@@ -223,7 +223,7 @@ def test_what_to_type(bpe: BPETokenizer) -> None:
         "PARAMETER repeat_penalty 1.0",
         'TEMPLATE """{{ .Prompt }}"""',
     ]
-    chats = gguf_export.modelfile(path, config, bpe, ChatTemplate())
+    chats = gguf_export.build_modelfile(path, config, bpe, ChatTemplate())
     assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
     commands = gguf_export.ollama_commands(path, ChatTemplate())
     assert commands.startswith("ollama create my-model -f runs/Modelfile\n")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import train_colab_mmap
 from exchange import gguf_file
 from exchange.hf_common import ConversionError, Tensors
-from exchange.hf_folder import build_theirs, load_theirs
-from exchange.hf_llama import LLAMA3
-from exchange.hf_model import FORMS as FORMS_OF_THEIRS
-from exchange.hf_model import from_hf, hf_kind, to_hf
+from exchange.hf_folder import build_hf_model, load_hf_model
+from exchange.hf_llama import LLAMA3_KEYS
+from exchange.hf_model import CONVERSIONS as FORMS_OF_THEIRS
+from exchange.hf_model import from_hf, hf_model_type, to_hf
 from generate import load_model
 from generation.completion import generate
 from generation.sampling import Sampling
@@ -89,7 +89,7 @@ def converted(name: str) -> tuple[TransformerLanguageModel, dict[str, Any], Tens
 @pytest.mark.parametrize("name", FORMS)
 def test_transformers_computes_the_same_logits(name: str) -> None:
     model, hf_config, tensors = converted(name)
-    theirs = build_theirs(hf_config, tensors, model.config.tie_embeddings)
+    theirs = build_hf_model(hf_config, tensors, model.config.tie_embeddings)
     assert hf_config["model_type"] == name.partition(",")[0]
     tokens = torch.randint(model.config.vocab_size, (2, 24))
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_rope_parameters_are_read_as_older_files_have_them() -> None:
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads is 3"),
         ("llama", {"head_dim": 5}, "head_dim is 5"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "the rope scaling is 'yarn'; .* default and llama3"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, f"lacks {', '.join(LLAMA3)}"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, f"lacks {', '.join(LLAMA3_KEYS)}"),
         ("llama", {"intermediate_size": 60}, "the weights do not fit the config"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(name: str, changes: dic
 def test_what_no_class_has_is_refused_by_its_name(changes: dict[str, Any], words: str) -> None:
     config = random_model(40, **{**LLAMA, **changes}).config
     with pytest.raises(ConversionError, match=f"cannot have {words}"):
-        hf_kind(config)
+        hf_model_type(config)
 
 
 @pytest.mark.extras("xllamacpp")
@@ -154,7 +154,7 @@ def test_llama_cpp_gives_the_same_next_tokens(name: str, tmp_path: Path) -> None
 
 def test_qwens_architectures_have_no_scaled_rotation_in_llama_cpp() -> None:
     config = ModelConfig(300, 64, 4, 2, qk_norm=True, rope_scaling=SCALING, **LLAMA)
-    assert gguf_file.obstacle_to_gguf(config, bpe()) == "its qwen3 has no rope_scaling"
+    assert gguf_file.find_gguf_obstacle(config, bpe()) == "its qwen3 has no rope_scaling"
 
 
 def test_groups_of_queries_share_keys_and_values() -> None:
@@ -228,7 +228,7 @@ def test_another_programs_model_is_imported_trained_and_exported(kind: str, tmp_
 
     ours, tokenizer = load_model(tmp_path / "run", "cpu")
     ids = torch.tensor([tokenizer.encode("the cat sat on 12 mats").tolist()])
-    again = load_theirs(tmp_path / "again")
+    again = load_hf_model(tmp_path / "again")
     assert again.config.model_type == kind and again.config.max_position_embeddings == 32
     with torch.inference_mode():
         greedy = again.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)

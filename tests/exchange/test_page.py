@@ -119,11 +119,11 @@ def test_too_large_a_page_is_refused_before_the_weights_are_read(
 ) -> None:
     write_model(tmp_path / "mine", max_seq_len=100, embed_dim=128)
     monkeypatch.setattr("exchange.page.load_in_fp32", None)
-    monkeypatch.setattr("exchange.page.LARGEST_PAGE", 1_000_000)
+    monkeypatch.setattr("exchange.page.MAX_PAGE_BYTES", 1_000_000)
     message = refused(tmp_path / "mine", "--type", "f16")
     assert re.search(r"The page would have 1 MB; .*--type int8 makes about half", message)
-    monkeypatch.setattr("exchange.page.LARGEST_PAGE", 200_000_000)
-    monkeypatch.setattr("exchange.page.LARGEST_MEMORY", 10_000)
+    monkeypatch.setattr("exchange.page.MAX_PAGE_BYTES", 200_000_000)
+    monkeypatch.setattr("exchange.page.MAX_MEMORY_BYTES", 10_000)
     assert "for its context of 100 tokens" in refused(tmp_path / "mine")
 
 

@@ -18,7 +18,7 @@ import pytest
 import generate
 from common.chat import ChatTemplate, Message
 from common.checkpoint import Checkpoint
-from exchange.gguf_export import gguf_beside
+from exchange.gguf_export import find_or_write_gguf
 from generation.completion import generate as complete
 from generation.sampling import Sampling
 from tests.helpers import without_packages
@@ -124,12 +124,12 @@ def test_a_key_is_needed_where_there_is_one_and_no_page_from_elsewhere_reads(let
 
 def test_the_file_is_written_once_and_again_when_the_weights_are_newer(tmp_path: Path) -> None:
     write_model(tmp_path, CHARACTERS)
-    file = gguf_beside(Checkpoint(tmp_path), "letters")
+    file = find_or_write_gguf(Checkpoint(tmp_path), "letters")
     before = file.read_bytes(), file.stat().st_mtime_ns
-    assert gguf_beside(Checkpoint(tmp_path), "letters").stat().st_mtime_ns == before[1]
+    assert find_or_write_gguf(Checkpoint(tmp_path), "letters").stat().st_mtime_ns == before[1]
     write_model(tmp_path, CHARACTERS, std=0.3)
     os.utime(tmp_path / "model.safetensors", ns=(before[1] + 10**9,) * 2)
-    assert gguf_beside(Checkpoint(tmp_path), "letters").read_bytes() != before[0]
+    assert find_or_write_gguf(Checkpoint(tmp_path), "letters").read_bytes() != before[0]
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
