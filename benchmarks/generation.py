@@ -1,8 +1,8 @@
-"""Time generation on this machine, token by token, without the time for the prompt.
+"""Time generation on this machine, per token and without the prompt.
 
     python benchmarks/generation.py
 
-The model has GPT-2 small's shape and random weights. The result is the median time from one token to the next.
+The model is GPT-2 small with random weights. The result is the median time between two tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # Python looks beside the script, not in the project
+if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.measure import add_result_flags, describe_machine, machine_kind, markdown_table, write_results
+from benchmarks.measure import add_result_flags, describe_machine, machine_slug, markdown_table, write_results
 from common.flags import Parser
 from common.machine import cpu_bf16_flag, pick_device
 from common.script import script
@@ -29,21 +29,21 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 
 SHAPE, TOY = ModelConfig(32_000, 768, 12, 12, max_seq_len=1024), ModelConfig(80, 64, 2, 2, max_seq_len=1024)
-CASES = [(1, 16), (1, 128), (1, 512), (1, 900), (4, 16), (16, 16), (32, 16)]  # texts at once, tokens held of each
+CASES = [(1, 16), (1, 128), (1, 512), (1, 900), (4, 16), (16, 16), (32, 16)]  # (texts at once, tokens in each prompt)
 NEW_TOKENS = 24
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/generation.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny model, to see that it works")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, to check that the script works")
     add_result_flags(parser)
     flags = parser.parse_args(argv)
     torch.manual_seed(0)
     config, device = TOY if flags.toy else SHAPE, pick_device(flags.device)
     model = TransformerLanguageModel(config)
     with torch.no_grad():
-        model.head.weight.mul_(8)  # as far apart as a trained model's logits, so that top_p cuts off most tokens
+        model.head.weight.mul_(8)  # spread like a trained model's logits, so that top_p removes most tokens
     bias, measured = torch.zeros(config.vocab_size, device=device), {}
     for dtype in (
         [torch.bfloat16] if device.type == "cuda" else [torch.float32, *[torch.bfloat16] * bool(cpu_bf16_flag())]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe_machine(flags.device)
     body = markdown_table(["texts x tokens held", "ms a step", "tokens/s"], cells)
     write_results(
-        Path(flags.output_dir) / f"generation-{machine_kind(machine)}",
+        Path(flags.output_dir) / f"generation-{machine_slug(machine)}",
         "Generation",
         {"machine": machine, "seconds": measured},
         body,

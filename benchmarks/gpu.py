@@ -1,10 +1,10 @@
-"""Ten minutes on a GPU: what a step and a token take, recorded and compiled or not, beside nanoGPT and nanochat.
+"""Time training steps and generation on a GPU for ten minutes, and compare with nanoGPT and nanochat.
 
-python benchmarks/gpu.py --books books.txt --peers PEERS  # PEERS holds nanogpt/model.py and nanochat/
-python benchmarks/gpu.py --only machine tests steps       # in parts: a later call adds to the figures
-python benchmarks/gpu.py --toy                            # tiny models on a CPU, to see that it works
+python benchmarks/gpu.py --books books.txt --peers PEERS  # PEERS contains nanogpt/model.py and nanochat/
+python benchmarks/gpu.py --only machine tests steps       # some parts; a later call adds to the figures
+python benchmarks/gpu.py --toy                            # tiny models on a CPU, to check that it works
 
-Each part is a process with a time limit. When it ends, its figures are in the JSON file, its output in --folder.
+Each part is a process with a time limit. Its figures are written to the JSON file, its output to --folder.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if __name__ == "__main__":  # Python looks beside the script, not in the project
+if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known, write_random_tokens
+from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known_names, write_random_tokens
 from common.errors import DataError
 from common.files import read_json, write_json
 from common.flags import Parser, add_debug
@@ -40,7 +40,7 @@ from training.records import read_metrics
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.workload import Training
+    from benchmarks.workload import TimedRun
 
 QUESTION = "What is the capital of France?"
 TOY = "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"
@@ -50,7 +50,7 @@ MODERN: dict[str, Any] = {"position": "rope", "qk_norm": True, "norm": "rmsnorm"
 
 
 class Bench(NamedTuple):
-    """Where a part runs, and what it notes."""
+    """The folders and flags of a part, and how it reports figures."""
 
     folder: Path
     toy: bool
@@ -62,11 +62,11 @@ class Bench(NamedTuple):
         return "cpu" if self.toy else "cuda"
 
     def note(self, name: str, **figures: Any) -> None:
-        """Print figures as the line that `main` looks for."""
+        """Print figures on a line that `main` reads."""
         print("FIGURES", json.dumps({name: figures}), flush=True)
 
     def run(self, command: str) -> str:
-        """Run a command of ours, print its output, and return it. Raises DataError if it fails."""
+        """Run one of our commands; print and return its output. Raises DataError if it fails."""
         words = [sys.executable, "-u", *shlex.split(command)]
         done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout, flush=True)
@@ -80,11 +80,11 @@ class Bench(NamedTuple):
             write_random_tokens(folder, 20_000 if self.toy else 8_000_000, vocab_size)
         return folder
 
-    def open(self, flags: str, vocab_size: int) -> Training:
-        from benchmarks.workload import Training
+    def open(self, flags: str, vocab_size: int) -> TimedRun:
+        from benchmarks.workload import TimedRun
 
         data = f"--data_dir {self.tokens(65 if self.toy else vocab_size)} --device {self.device} --resume never"
-        return Training.open(shlex.split(f"{flags} {data} {TOY if self.toy else ''}"))
+        return TimedRun.open(shlex.split(f"{flags} {data} {TOY if self.toy else ''}"))
 
     def synchronize(self) -> None:
         import torch
@@ -93,7 +93,7 @@ class Bench(NamedTuple):
             torch.cuda.synchronize()
 
     def time(self, work: Callable[[], object], seconds: float = 0.7) -> float:
-        """Return the milliseconds of a call."""
+        """Return the milliseconds per call."""
         from benchmarks.workload import time_steps
 
         work()
@@ -101,7 +101,7 @@ class Bench(NamedTuple):
 
 
 def machine(bench: Bench) -> None:
-    """What the host and the card can do: the limits of everything else. Which attention is faster."""
+    """Measure the limits of host and GPU, and which attention is faster."""
     import torch
 
     bench.note("machine", **describe_machine(bench.device), cudnn=torch.backends.cudnn.version())
@@ -130,7 +130,7 @@ def machine(bench: Bench) -> None:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Causal attention, forward and backward."""
+    """Run causal attention forward and backward."""
     import torch
 
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -142,7 +142,7 @@ def tests(bench: Bench) -> None:
 
 
 def quickstart(bench: Bench) -> None:
-    """README's two commands, recorded and not."""
+    """Time the two commands of README's quickstart, recorded and not."""
     run = bench.folder / "quickstart"
     for name, flags in (("quickstart", ""), ("quickstart, not recorded", "--graphs off")):
         few = f"--max_steps 3 --vocab_size 300 --data_dir {bench.folder / 'questions'}" if bench.toy else ""
@@ -158,7 +158,7 @@ def quickstart(bench: Bench) -> None:
 
 
 def steps(bench: Bench) -> None:
-    """Steps with the dial's optimizer: plain, recorded, compiled, both."""
+    """Time steps with the dial's optimizer: plain, recorded, compiled, both."""
     import torch
 
     for layers, width, context, rows in SHAPES[:1] if bench.toy else SHAPES + COMPILED_SHAPES:
@@ -181,7 +181,7 @@ def steps(bench: Bench) -> None:
 
 
 def gpt2_small(bench: Bench, whole: bool = False) -> None:
-    """GPT-2 small: seconds to compile its blocks, or the `whole` model; milliseconds of a step; where they go."""
+    """Time and profile GPT-2 small, with its blocks or the `whole` model compiled."""
     import torch
 
     from common.graphs import GraphRecorder
@@ -222,7 +222,7 @@ def clocks() -> str:
 
 
 def generation(bench: Bench) -> None:
-    """Milliseconds from one token to the next, with room for 256 and for 1,024 tokens."""
+    """Time generation per token, with a cache of 256 and of 1,024 tokens."""
     import torch
 
     from generation import stream
@@ -235,7 +235,7 @@ def generation(bench: Bench) -> None:
         torch.manual_seed(0)
         model = TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024, **form))
         with torch.no_grad():
-            model.head.weight.mul_(8)  # as far apart as a trained model's logits, so that top_p cuts off most tokens
+            model.head.weight.mul_(8)  # spread like a trained model's logits, so that top_p removes most tokens
         model.to(bench.device, torch.bfloat16).eval()
         bias = torch.zeros(model.config.vocab_size, device=bench.device)
         for rows, count, is_recorded in itertools.product((1, 32), (40,) if bench.toy else (240, 1000), (False, True)):
@@ -250,14 +250,16 @@ def generation(bench: Bench) -> None:
 
 
 def nanogpt(bench: Bench) -> None:
-    """Its model as its train.py uses it, compiled on a GPU."""
+    """Time nanoGPT's step as its train.py takes it, compiled on a GPU."""
     from benchmarks import peers
     from common.machine import pick_device
 
     for name in ("toy",) if bench.toy else ("gpt2_small", "shakespeare_char"):
-        case, began = peers.cases(not bench.toy)[name], time.perf_counter()
+        case, began = peers.choose_cases(not bench.toy)[name], time.perf_counter()
         tokens = str(bench.tokens(case.vocab_size))
-        step = peers.nanogpt(peers.Work(case, tokens, pick_device(bench.device), str(bench.peers / "nanogpt"))).step
+        step = peers.build_nanogpt(
+            peers.Workload(case, tokens, pick_device(bench.device), str(bench.peers / "nanogpt"))
+        ).step
         step()
         bench.synchronize()
         first = time.perf_counter() - began
@@ -265,7 +267,7 @@ def nanogpt(bench: Bench) -> None:
 
 
 def nanochat(bench: Bench) -> None:
-    """Its depth 12 with its optimizer, compiled; and its decoding loop."""
+    """Time nanochat's step at depth 12, compiled, and its decoding loop."""
     import torch
 
     sys.path.insert(0, str(bench.peers))
@@ -297,21 +299,21 @@ def nanochat(bench: Bench) -> None:
 
 
 def own_text(bench: Bench) -> None:
-    """README's command for one's own text."""
+    """Run README's command for your own text."""
     run, minutes, began = bench.folder / "own_text", 0.2 if bench.toy else 2, time.perf_counter()
     output = bench.run(
         f"train_colab_mmap.py --input {bench.books} --minutes {minutes} --device {bench.device} --resume never "
         f"--data_dir {bench.folder / 'books'} --output_dir {run} {'--compile off --epochs 1' if bench.toy else ''}"
     )
     rows = read_metrics(run)
-    told = re.findall(r"(?m)^(?:Choice|Expected|Reading|Compile) .*|First step .*", output)
+    lines = re.findall(r"(?m)^(?:Choice|Expected|Reading|Compile) .*|First step .*", output)
     scored = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
     ms = statistics.median([row["ms_per_step"] for row in rows if "ms_per_step" in row] or [0])
     seconds, taken = time.perf_counter() - began, rows[-1]["step"]
-    bench.note("own text", minutes=minutes, used=seconds / 60, told=told, steps=taken, scored=scored, ms=ms)
+    bench.note("own text", minutes=minutes, used=seconds / 60, lines=lines, steps=taken, scored=scored, ms=ms)
 
 
-# Name: the part, and the limit of its seconds. Each has its own cache of compiled code.
+# name: (function, time limit in seconds). Each part has its own cache of compiled code.
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "machine": (machine, 40),
     "tests": (tests, 200),
@@ -329,14 +331,16 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/gpu.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", default=list(PARTS), help=f"any of {', '.join(PARTS)} [all]"
+    )
     parser.add_argument(
         "--output", metavar="FILE", default=str(RESULTS / "gpu.json"), help="[docs/benchmarks/gpu.json]"
     )
-    parser.add_argument("--folder", metavar="DIR", default="runs/gpu", help="for runs and outputs [runs/gpu]")
+    parser.add_argument("--folder", metavar="DIR", default="runs/gpu", help="folder for runs and outputs [runs/gpu]")
     parser.add_argument("--books", metavar="FILE", help="a text for own_text")
     parser.add_argument(
-        "--peers", metavar="DIR", default=".peers", help="holds nanogpt/model.py and nanochat/ [.peers]"
+        "--peers", metavar="DIR", default=".peers", help="contains nanogpt/model.py and nanochat/ [.peers]"
     )
     parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", help="run this part, in this process")
@@ -347,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.part:
         PARTS[flags.part][0](bench)
         return 0
-    require_known("--only", flags.only, PARTS)
+    require_known_names("--only", flags.only, PARTS)
     words = ["--folder", flags.folder, "--peers", flags.peers, *(["--books", flags.books] if flags.books else [])]
     path, failed = Path(flags.output), list[str]()
     for name in flags.only:

@@ -1,6 +1,6 @@
-"""Shared by the benchmark scripts: processes measured in turn, medians and spreads, and written results.
+"""Shared by the benchmark scripts: measure processes in turn, summarize, write results.
 
-Imports no torch, so that --help of the scripts does not.
+Does not import torch, so that --help is quick.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from tokenizer import CharacterTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
-CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # of PyTorch, oneDNN and MKL
+CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # PyTorch, oneDNN, MKL
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one thing."""
+    """The median and range of several measurements."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     @classmethod
-    def of_key(cls, rows: Iterable[Mapping[str, Any]], key: str) -> Spread:
-        return cls.of([row[key] for row in rows])
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]], key: str) -> Spread:
+        return cls.from_values([row[key] for row in rows])
 
-    def text(self, digits: str = ".3g") -> str:
-        """Median and range, each formatted with `digits`."""
+    def format(self, digits: str = ".3g") -> str:
+        """Return "median (low to high)", each number formatted with `digits`."""
         return f"{self.median:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
 
 
-Measured = dict[str, list[dict[str, Any]]]  # by contestant, in the order measured
+Measurements = dict[str, list[dict[str, Any]]]  # results by command, in the order measured
 
 
 def add_result_flags(parser: Parser) -> None:
@@ -63,13 +63,13 @@ def add_result_flags(parser: Parser) -> None:
     add_debug(parser)
 
 
-def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple[Measured, dict[str, str]]:
-    """Run each command `rounds` times, A B C A B C, so that a machine whose speed drifts slows all of them alike.
-    Returns what each printed as its last line, a JSON object, and why the others failed.
+def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple[Measurements, dict[str, str]]:
+    """Run each command `rounds` times in turn, A B C A B C, so that a drift in the machine's speed affects all alike.
 
-    A command that fails is left out of the following rounds.
+    Returns the JSON object on the last line of each output, and the error of each command that failed. A command that
+    fails is left out of the following rounds.
     """
-    measured: Measured = {name: [] for name in commands}
+    measured: Measurements = {name: [] for name in commands}
     failed: dict[str, str] = {}
     for _ in range(rounds):
         for name in list(measured):
@@ -84,21 +84,21 @@ def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
-    """{"epochs": 2} -> ["--epochs", "2"]"""
+    """Return values as flags: {"epochs": 2} -> ["--epochs", "2"]."""
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for the first name that is not known."""
+def require_known_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first unknown name."""
     known = list(known)
     for name in given:
         if name not in known:
-            raise ConfigError(f"{flag} {name!r} is not known.{suggest(name, known)} There are: {', '.join(known)}.")
+            raise ConfigError(f"{flag} has no {name!r}.{suggest(name, known)} Choose from: {', '.join(known)}.")
 
 
 def describe_machine(device: str = "auto") -> dict[str, Any]:
-    """What a result depends on besides the code. `device`: auto, cpu or cuda."""
-    import torch  # here, because --help must not import torch
+    """Return the hardware and versions that a result depends on. `device`: auto, cpu or cuda."""
+    import torch  # imported here to keep --help quick
 
     from common.machine import device_name, pick_device
 
@@ -113,9 +113,9 @@ def describe_machine(device: str = "auto") -> dict[str, Any]:
     }
 
 
-def machine_kind(machine: Mapping[str, Any]) -> str:
-    """A file name for the results of a kind of machine: nvidia-a100-sxm4-80gb, cpu-2core-xeon."""
-    name = re.sub(r"\([^)]*\)", " ", machine["device"])  # (R), (TM) and what cpu_name adds
+def machine_slug(machine: Mapping[str, Any]) -> str:
+    """Return the machine as part of a file name: nvidia-a100-sxm4-80gb, cpu-2core-xeon."""
+    name = re.sub(r"\([^)]*\)", " ", machine["device"])  # (R), (TM) and what `cpu_name` adds
     if not machine["cuda"]:
         name = re.sub(r"\b(Intel|AMD|CPU|Processor)\b|@.*", " ", name)
         name = f"cpu {machine['cores']}core {name}"
@@ -123,13 +123,13 @@ def machine_kind(machine: Mapping[str, Any]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first column left-aligned, the others right."""
+    """Return a Markdown table, its first column left-aligned, the others right."""
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str) -> None:
-    """Write `stem`.json and `stem`.md: the numbers, and a page to read, with the command."""
+    """Write the results as `stem`.json and, with the command that produced them, as the page `stem`.md."""
     limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
     command = " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -141,9 +141,9 @@ def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str)
 
 
 def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
-    """Write a complete token folder of `tokens` random ids (uint16), like the pre-tokenizer's, and return `folder`.
+    """Write a token folder of `tokens` random ids (uint16), as the pre-tokenizer would, and return `folder`.
 
-    The vocabulary consists of characters, so it may have any size up to 55,000.
+    The vocabulary is characters, at most 55,000.
     """
     folder.mkdir(parents=True)
     CharacterTokenizer([chr(256 + i) for i in range(vocab_size)]).save(folder / "tokenizer.json")

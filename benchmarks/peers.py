@@ -1,8 +1,8 @@
-"""Training speed beside a plain PyTorch loop and nanoGPT: the same shapes, batch and machine.
+"""Compare training speed with a plain PyTorch loop and nanoGPT, with the same shapes and batch.
 
     python benchmarks/peers.py --nanogpt PATH_OF_A_CHECKOUT
 
-The contestants take turns; each measurement is a new process. Results go to docs/benchmarks/, one file for each kind of
+The contestants take turns, each measurement in a new process. Results go to docs/benchmarks/, one file per kind of
 machine.
 """
 
@@ -19,26 +19,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # Python looks beside the script, not in the project
+if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
 from benchmarks.measure import (
-    Measured,
+    Measurements,
     Spread,
     add_result_flags,
     describe_machine,
     flag_words,
-    machine_kind,
+    machine_slug,
     markdown_table,
     measure_in_turn,
-    require_known,
+    require_known_names,
     write_random_tokens,
     write_results,
 )
-from benchmarks.workload import Training, time_steps
+from benchmarks.workload import TimedRun, time_steps
 from common.errors import ConfigError
 from common.flags import Parser
 from common.machine import has_fast_bf16, pick_device
@@ -52,7 +52,7 @@ TOKENS = 2_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
+    """A model shape and batch size. Our trainer chooses its settings for a run of `max_steps`."""
 
     num_layers: int
     embed_dim: int
@@ -68,7 +68,7 @@ class Case:
         return ModelConfig(*sizes, max_seq_len=self.max_seq_len)
 
 
-def cases(is_cuda: bool) -> dict[str, Case]:
+def choose_cases(is_cuda: bool) -> dict[str, Case]:
     return {
         "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
         "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
@@ -85,16 +85,17 @@ class Contestant(NamedTuple):
     about: Mapping[str, Any] = {}
 
 
-class Work(NamedTuple):
-    """What a contestant trains on."""
+class Workload(NamedTuple):
+    """The case, data and device of a measurement."""
 
     case: Case
     folder: str
     device: torch.device
-    checkout: str  # of nanoGPT
+    nanogpt_path: str
 
     def batches(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Draws inputs and targets, each (B, T) int64, as most code does: random places of a memory map, row by row."""
+        """Return a function that draws inputs and targets, each (B, T) int64, row by row from a memory map, as most
+        code does."""
         tokens = np.memmap(Path(self.folder) / "tokens.bin", "<u2", mode="r")
         T = self.case.max_seq_len
 
@@ -109,17 +110,17 @@ class Work(NamedTuple):
         return draw
 
 
-def ours(work: Work) -> Contestant:
-    """The trainer's own step with its automatic choices."""
+def build_ours(work: Workload) -> Contestant:
+    """Build the trainer's own step with its automatic choices."""
     values = {"data_dir": work.folder, **dataclasses.asdict(work.case)}
     del values["vocab_size"]  # the trainer takes it from the tokens
-    training = Training.open([*flag_words(values), "--device", work.device.type])
-    about = {"precision": training.hardware.precision, "compiled": training.hardware.compiles}
-    return Contestant(training.step, training.model.num_parameters(), about)
+    run = TimedRun.open([*flag_words(values), "--device", work.device.type])
+    about = {"precision": run.hardware.precision, "compiled": run.hardware.compiles}
+    return Contestant(run.step, run.model.num_parameters(), about)
 
 
-def plain_pytorch(work: Work) -> Contestant:
-    """Our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one."""
+def build_plain_pytorch(work: Workload) -> Contestant:
+    """Build our model in a plain loop: fp32, eager, unfused AdamW, rows stacked one by one."""
     model = TransformerLanguageModel(work.case.shape).to(work.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
     draw = work.batches()
@@ -134,14 +135,16 @@ def plain_pytorch(work: Work) -> Contestant:
     return Contestant(step, model.num_parameters())
 
 
-def nanogpt(work: Work) -> Contestant:
-    """Its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without fusing; on
-    CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it updates fewer
-    parameters."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(work.checkout) / "model.py")
+def build_nanogpt(work: Workload) -> Contestant:
+    """Build nanoGPT's model and optimizer as its train.py uses them.
+
+    CPU: fp32, eager, unfused AdamW. CUDA: compiled, bf16 (or fp16 if the GPU lacks it), TF32, fused AdamW. Its head is
+    always tied, so it updates fewer parameters.
+    """
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(work.nanogpt_path) / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    sys.modules[spec.name] = module  # its dataclass looks itself up in sys.modules
     spec.loader.exec_module(module)
     case = work.case
     shape = module.GPTConfig(
@@ -177,14 +180,14 @@ def nanogpt(work: Work) -> Contestant:
     return Contestant(step, parameters)
 
 
-CONTESTANTS = {"ours": ours, "plain PyTorch": plain_pytorch, "nanoGPT": nanogpt}
+CONTESTANTS = {"ours": build_ours, "plain PyTorch": build_plain_pytorch, "nanoGPT": build_nanogpt}
 
 
-def measure(name: str, work: Work, seconds: float) -> dict[str, Any]:
-    """Train one contestant in this process."""
+def measure(name: str, work: Workload, seconds: float) -> dict[str, Any]:
+    """Measure one contestant in this process."""
     torch.manual_seed(0)
     contestant = CONTESTANTS[name](work)
-    # Not detect_hardware, which changes the process's settings, as for ours.
+    # `detect_hardware` would change settings of the process, which only our trainer should get.
     hardware = Hardware(work.device, "", "fp32", "", False, "", peak_flops=None, memory_bytes=None)
     contestant.step()
     hardware.synchronize()
@@ -200,38 +203,38 @@ def measure(name: str, work: Work, seconds: float) -> dict[str, Any]:
     }
 
 
-def table(measured: Measured) -> str:
-    def faster(name: str) -> str:
-        """Ours, round by round: a machine that changes its speed slows both alike."""
+def format_table(measured: Measurements) -> str:
+    def speedup(name: str) -> str:
+        """Compare round by round, so that a drift in the machine's speed cancels out."""
         pairs = zip(measured["ours"], measured[name], strict=False)
-        return Spread.of([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]).text(".2f")
+        return Spread.from_values([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]).format(".2f")
 
     rows = [
         [
             name,
             f"{rows[0]['parameters']:,}",
-            Spread.of_key(rows, "tokens_per_second").text(",.0f"),
-            Spread.of_key(rows, "ms_per_step").text(",.1f"),
-            "" if name == "ours" else faster(name),
+            Spread.from_rows(rows, "tokens_per_second").format(",.0f"),
+            Spread.from_rows(rows, "ms_per_step").format(",.1f"),
+            "" if name == "ours" else speedup(name),
             f"{max(row['peak_memory_gb'] or 0 for row in rows):.2f}",
         ]
         for name, rows in measured.items()
     ]
-    columns = ["", "parameters", "tokens/s", "ms a step", "ours: times as fast", "peak GB"]
+    columns = ["", "parameters", "tokens/s", "ms per step", "speedup of ours", "peak GB"]
     return markdown_table(columns, rows)
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
+def format_page(results: Mapping[str, Any]) -> str:
+    """Return the results as Markdown."""
     parts = [
-        "Median of the rounds (lowest to highest). Speeds are compared round by round. Memory is what is allocated on "
-        "a GPU, else resident in the process.\n"
+        "Median (lowest to highest) of the rounds. Speedups are computed round by round. Memory is allocated memory on "
+        "a GPU, resident memory on a CPU.\n"
     ]
     for name, result in results["cases"].items():
         chose, case = result["measured"]["ours"][0], Case(**result["case"])
         parts.append(
             f"## {name}: {case.num_layers} x {case.embed_dim}, context {case.max_seq_len}, batch {case.batch_size}, "
-            f"vocabulary {case.vocab_size:,}\n\n{table(result['measured'])}\n\n"
+            f"vocabulary {case.vocab_size:,}\n\n{format_table(result['measured'])}\n\n"
             f"Ours chose {chose['precision']}{', compiled' if chose['compiled'] else ''}, for a run of "
             f"{case.max_steps:,} steps.\n"
         )
@@ -241,33 +244,37 @@ def page(results: Mapping[str, Any]) -> str:
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
-    names = list(cases(False))
-    parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
-    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to measure it too")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help='ours and these, as in "plain PyTorch" [all]')
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
-    parser.add_argument("--seconds", type=float, default=4.0, help="timed in each; at least one step [4]")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this, in this process
+    names = list(choose_cases(False))
+    parser.add_argument(
+        "--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"any of {', '.join(names)} [all]"
+    )
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, which is then measured, too")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help='contestants besides ours, like "plain PyTorch" [all]'
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per contestant [3]")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per measurement; at least one step [4]")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this one in this process
     add_result_flags(parser)
     flags = parser.parse_args(argv)
     device = pick_device(flags.device)
     if flags.worker:
         name, case, folder = json.loads(flags.worker)
-        work = Work(cases(device.type == "cuda")[case], folder, device, flags.nanogpt)
+        work = Workload(choose_cases(device.type == "cuda")[case], folder, device, flags.nanogpt)
         print(json.dumps(measure(name, work, flags.seconds)))
         return 0
-    require_known("--cases", flags.cases, names)
+    require_known_names("--cases", flags.cases, names)
     only = ["ours", *(flags.only or [name for name in CONTESTANTS if name != "nanoGPT" or flags.nanogpt])]
-    require_known("--only", only, CONTESTANTS)
+    require_known_names("--only", only, CONTESTANTS)
     if flags.rounds < 1 or flags.seconds <= 0:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
-        raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
+        raise ConfigError(f"--nanogpt {flags.nanogpt} has no model.py. Name a checkout of nanoGPT.")
     machine = describe_machine(device.type)
     results: dict[str, Any] = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "cases": {}}
     words = ["--seconds", str(flags.seconds), "--device", device.type, "--nanogpt", flags.nanogpt or ""]
     for name in flags.cases:
-        case = cases(device.type == "cuda")[name]
+        case = choose_cases(device.type == "cuda")[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
             workers = {each: json.dumps([each, name, str(folder)]) for each in only}
@@ -276,8 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             measured, _ = measure_in_turn(commands, flags.rounds)
         results["cases"][name] = {"case": dataclasses.asdict(case), "measured": measured}
-        stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
-        write_results(stem, "Training beside its peers", results, page(results))
+        stem = Path(flags.output_dir) / f"training-{machine_slug(machine)}"
+        write_results(stem, "Training speed compared with peers", results, format_page(results))
     return 0
 
 

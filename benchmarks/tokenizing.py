@@ -1,4 +1,4 @@
-"""Time the pre-tokenizer on this machine: learning the vocabulary, encoding alone, and the whole command.
+"""Time the pre-tokenizer on this machine: training the vocabulary, encoding, and the whole command.
 
 python benchmarks/tokenizing.py --input my_text.txt
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # Python looks beside the script, not in the project
+if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import ROOT, markdown_table
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     megabytes = sum(len(block) for source in sources for block in read_blocks(source)) / MEGABYTE
     rows: list[list[str]] = []
 
-    def timed(what: str, work: Callable[[], object]) -> None:
+    def time_row(what: str, work: Callable[[], object]) -> None:
         began = time.perf_counter()
         work()
         seconds = time.perf_counter() - began
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "tokenize_local_bpe.py"), "--input", *flags.input]
         command += ["--output_dir", folder, "--vocab_size", str(flags.vocab_size)]
-        timed("the whole command", lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+        time_row("the whole command", lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
         tokenizer = load_tokenizer(Path(folder) / "bpe_tokenizer.json")
     texts = (piece.text for piece in read_pieces(sources))
-    timed("learning the vocabulary", lambda: BPETokenizer.train(texts, flags.vocab_size))
+    time_row("training the vocabulary", lambda: BPETokenizer.train(texts, flags.vocab_size))
     for workers in dict.fromkeys((os.cpu_count() or 1, 1)):
-        timed(f"encoding alone, {workers} thread{'s' * (workers > 1)}", lambda workers=workers: encode(workers))  # type: ignore[misc]
+        time_row(f"encoding alone, {workers} thread{'s' * (workers > 1)}", lambda workers=workers: encode(workers))  # type: ignore[misc]
     print(markdown_table(["what", "MB", "s", "MB/s"], rows))
     return 0
 

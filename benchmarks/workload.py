@@ -1,4 +1,4 @@
-"""The trainer's own step for the benchmarks and the tests on a GPU: set up as the trainer does it, and timed."""
+"""Set up the trainer's own step and time it, for benchmarks and GPU tests."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from training.plan import make_run
 from training.run import Run
 from training.step import train_step
 
-WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
+WARM_UP_SHARE = 0.2  # time before a measurement, relative to the measurement
 
 
-class Training(Run):
-    """A run when its loop begins. `step_model` may be exchanged to try another one."""
+class TimedRun(Run):
+    """A run that is ready for its first step. Replace `step_model` to time another model."""
 
-    loss: torch.Tensor  # of the last step, on the device
+    loss: torch.Tensor  # the last step's loss, on the device
 
     @classmethod
-    def open(cls, flags: Sequence[str]) -> Training:
-        """Prepare what `python train_colab_mmap.py FLAGS` would train, with the trainer's automatic choices."""
-        # Only the given token folder: a config with its own text would tokenize that into it.
+    def open(cls, flags: Sequence[str]) -> TimedRun:
+        """Prepare the run of `python train_colab_mmap.py FLAGS`, with the trainer's automatic choices."""
+        # `input` is None because a config with its own text would be tokenized into the given token folder.
         run, _ = make_run(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
         training = cls(*(getattr(run, field.name) for field in dataclasses.fields(run)))
         prepare(training)
         return training
 
     def step(self) -> None:
-        """One step of the run, as the trainer's loop takes it where it does not report."""
+        """Take one step as the trainer does when it does not report."""
         self.loss = train_step(self).loss
         self.advance()
 
 
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Mean seconds of a call of `step`, and the number of timed calls: as many as take about `seconds`, at least three,
-    or one if it alone takes that long.
+    """Time `step` for about `seconds`. Returns the mean seconds per call and the number of timed calls.
 
-    Call `step` once before this, for everything that happens only the first time. This function first makes one more
-    call and then calls for a share of `seconds`, which do not count. `synchronize` waits for the device, before and
-    after the timed calls only.
+    There are at least three timed calls, or one if that takes longer than `seconds`. Call `step` once before, so that
+    first-time work is not timed; some more warm-up calls are made here. `synchronize` waits for the device, only before
+    and after the timed calls.
     """
 
-    def timed(count: int) -> float:
+    def time_calls(count: int) -> float:
         synchronize()
         started = time.perf_counter()
         for _ in range(count):
@@ -54,7 +53,7 @@ def time_steps(step: Callable[[], object], synchronize: Callable[[], object], se
         synchronize()
         return time.perf_counter() - started
 
-    once = timed(1)
-    timed(int(WARM_UP_SHARE * seconds / once))
+    once = time_calls(1)
+    time_calls(int(WARM_UP_SHARE * seconds / once))
     count = max(3, round(seconds / once)) if once < seconds else 1
-    return timed(count) / count, count
+    return time_calls(count) / count, count

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import generation, gpu, learning, peers, tokenizing
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from tests.forked import fork_what_is_measured
 from tests.helpers import WORDS, generated_text
 from training.law import Law
@@ -58,7 +58,7 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
     flags = train_flags(tmp_path / "run", max_steps=4)
     assert train(tmp_path / "run", max_steps=4).code == 0
     logged = [row["train_loss"] for row in read_metrics(tmp_path / "run")]
-    training = Training.open(flags)
+    training = TimedRun.open(flags)
     losses = []
     for _ in range(4):
         training.step()
@@ -84,14 +84,14 @@ def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:
     draw = random.Random(3)
     books = [f"{number} " + " ".join(draw.choices(WORDS, k=20_000)) for number in range(10)]
     (tmp_path / "books.txt").write_text("\n<|endoftext|>\n".join([*books, "too short"]))
-    variants = learning.law_runs(str(tmp_path / "books.txt"), tmp_path)
+    variants = learning.build_law_runs(str(tmp_path / "books.txt"), tmp_path)
     assert (tmp_path / "books_0.1.txt").read_text().startswith(books[0][len(books[0]) // 3 :][:10_000] + "\n\n")
-    runs = [learning.sizes_of(words) for words in variants.values()]
+    runs = [learning.measure_sizes(words) for words in variants.values()]
     assert len(runs) == len(learning.LAW_RUNS) and runs[0]["bytes"] == pytest.approx(0.9e5, rel=0.01)
     for run, (megabytes, _, _) in zip(runs, learning.LAW_RUNS, strict=True):  # the small books here are soon used up
         run["bytes"] = 0.9e6 * megabytes
         run["lowest"] = TRUE.loss(run["parameters"], run["bytes"], run["passes"])
-    rows = [line.split("|") for line in learning.judged(runs).splitlines() if " MB |" in line]
+    rows = [line.split("|") for line in learning.judge_law(runs).splitlines() if " MB |" in line]
     assert len(rows) == len(runs) and all(abs(float(row[6])) < 0.02 for row in rows)
     assert sum("not fitted" in row[7] for row in rows) >= 4
 
@@ -108,7 +108,7 @@ def test_tokenizing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "text.txt").write_text(generated_text(200_000))
     assert tokenizing.main(["--input", str(tmp_path / "text.txt"), "--vocab_size", "400"]) == 0
     printed = capsys.readouterr().out
-    rows = ("learning the vocabulary", "encoding alone, 1 thread", "the whole command")
+    rows = ("training the vocabulary", "encoding alone, 1 thread", "the whole command")
     assert all(f"| {row} | 0.2 |" in printed for row in rows)
 
 
