@@ -24,30 +24,27 @@ IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that 
 HEAD = """\
 # Configuration
 
-Every key and flag of the three scripts, written from where they are defined by
-`python -m tests.docs.test_configuration`.
-`--help` of each script says the same.
+Every key and flag of the three scripts, as in their `--help`. `python -m tests.docs.test_configuration` writes this
+page.
 
 ## train_colab_mmap.py
 
-Each key can stand in a JSON file, and each is a flag: `"batch_size": 64` is `--batch_size 64`. `--config FILE` names
-the file; it is looked up in the current folder and then in `configs/`. Flags win over the file, and the file over the
-defaults. A key that is not known is an error that names the nearest one. A flag without a value stands for `true`;
-`use_lr_scheduler` and `compile` take `true` and `false`, too. Where no default is given, nothing is set. `--debug`, a
-flag alone, shows the traceback of an error.
+Each key is a flag and a key of a JSON file: `--batch_size 64` is `"batch_size": 64`. `--config FILE` is looked up in
+the current folder, then in `configs/`. Flags win over the file, and the file over defaults. A flag without a value
+means `true`; `use_lr_scheduler` and `compile` also take `true` and `false`. `--debug` shows the traceback of an
+error.
 """
-CONFIGS = "\n### What the configs set\n\nWhat is not named here is at its default.\n"
 PRE_TOKENIZER = """
 ## tokenize_local_bpe.py
 
-Where no default is given, nothing is set. A flag without a value stands for `true`.
+A flag without a value means `true`.
 """
-GENERATION = "\n## generate.py\n\nAs above; the groups are those of `--help`.\n"
+GENERATION = "\n## generate.py\n"
 
 
 def reference() -> str:
     """The whole document."""
-    lines = [HEAD, *option_tables(SCHEMA), CONFIGS, *table(["key", "set to"], config_rows())]
+    lines = [HEAD, *option_tables(SCHEMA)]
     lines += [PRE_TOKENIZER, *option_tables(tokenization.settings.FLAGS, "flag")]
     lines += [GENERATION, *option_tables(generation.settings.FLAGS, "flag")]
     return "\n".join(lines) + "\n"
@@ -95,21 +92,6 @@ def allowed(f: FieldInfo) -> str:
     return ", ".join([kind, *([" and ".join(limits)] if limits else [])])
 
 
-def config_rows() -> list[list[str]]:
-    """Every key that a file in configs/ sets, in the order of the schema, with its configs by value."""
-    files = {path.stem: json.loads(path.read_text()) for path in sorted((REPOSITORY / "configs").glob("*.json"))}
-    rows = []
-    for key in SCHEMA:
-        by_value: dict[Any, list[str]] = {}
-        for name, values in files.items():
-            if key in values:
-                by_value.setdefault(values[key], []).append(name)
-        if by_value:
-            said = [f"{code(value)} {', '.join(names)}" for value, names in sorted(by_value.items())]
-            rows.append([f"`{key}`", "; ".join(said)])
-    return rows
-
-
 def test_the_document_is_up_to_date() -> None:
     """Else run `python -m tests.docs.test_configuration`, and commit what it writes."""
     assert DOCUMENT.read_text(encoding="utf-8") == reference()
@@ -117,7 +99,7 @@ def test_the_document_is_up_to_date() -> None:
 
 def test_every_key_stands_in_it_once_with_values_that_are_taken() -> None:
     """Defaults and what a key may be can be typed; beyond a limit nothing is accepted."""
-    trainer = reference().partition("### What the configs set")[0]
+    trainer = reference().partition("## tokenize_local_bpe.py")[0]
     rows = {row[0].strip("`"): row for row in map(columns, trainer.splitlines()) if row and row[0].startswith("`")}
     assert sorted(rows) == sorted(SCHEMA)
     for key, (_, default, may_be, text) in rows.items():

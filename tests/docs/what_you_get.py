@@ -24,19 +24,17 @@ DOCUMENT = REPOSITORY / "docs" / "what_you_get.md"
 HEAD = """\
 # What you get, for which text, machine and time
 
-What `train_colab_mmap.py --input my_text.txt --minutes 60` and the like choose, and the expected loss on books, in
-bits per byte. **No GPU was there**: the machines are a table of memory, FLOP/s, bandwidth and seconds for each
-operation (`tests/training/pretended.py`), and the losses come from [a law](choosing.md#the-law).
-`python tests/docs/what_you_get.py` writes this page, and a test compares it with what is chosen.
+The model that `--minutes` chooses for a text of books, and its expected loss in bits per byte. **Calculated, not
+measured**: from a table of machines (`tests/training/pretended.py`) and [a law](choosing.md#the-law).
+`python tests/docs/what_you_get.py` writes this page.
 
-Each cell has layers x width, the expected loss, and the time if it is less than was given: then the text is used up,
-and only more text brings more.
+Each cell has layers x width, the loss, and the time if it is less than the minutes: then only more text helps.
 """
 HEAD_OF_COMPANION = """\
-## 1 MB of your own, beside 1 GB of other text
+## 1 MB of your own, with 1 GB of other text
 
-With [`--companion`](recipes.md#a-small-text-on-a-broad-base), of the same language and kind. Alone it comes to 1.89 or
-more. The losses are by the same law and [a trial](benchmarks/companion.md) with 5 MB of other text.
+With [`--companion`](recipes.md#a-small-text-on-a-broad-base), by the same law and [a trial](benchmarks/companion.md).
+Alone, the loss is 1.89 or more.
 """
 
 
