@@ -76,8 +76,8 @@ SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # 
 # The lookbehind makes a match start only where a run begins; without it, time is quadratic in the length of the run.
 LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{MAX_WHITESPACE},}}+")
 
-# Training time grows with the square of a word's length: hours for a genome. So words of two blocks and more are cut
-# for training. Encoding is not quadratic, and cuts nothing.
+# Training time grows with the square of a word's length: hours for a genome. So training cuts words of two blocks or
+# more. Encoding is not quadratic, and cuts nothing.
 WORD_BLOCK = 500
 
 PROBE_TEXT = (

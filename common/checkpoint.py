@@ -36,7 +36,7 @@ BEST = "best"  # the folder of the best weights
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate text
 ADAPTERS = "adapter.safetensors"  # replaces the weights if adapters were trained
 OPTIMIZER, STATE = "optimizer.safetensors", "training_state.json"  # optional
-BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments
+BYTES_PER_PARAMETER = 12  # the weight and AdamW's two moments
 # Keys of config.json that are not ModelConfig fields: ours, then the blog's.
 OTHER_CONFIG_KEYS = (
     "tokenizer_type",

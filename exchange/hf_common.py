@@ -98,7 +98,7 @@ def read_activation(name: Any) -> str:
 def list_mismatches(needed: dict[str, Any], config: ModelConfig) -> list[str]:
     """Return a phrase for each option of a model that differs from `needed`."""
     return [
-        f"{key} {getattr(config, key)!r} (it needs {value!r})"
+        f"{key} {getattr(config, key)!r} (needs {value!r})"
         for key, value in needed.items()
         if getattr(config, key) != value
     ]

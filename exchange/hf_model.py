@@ -123,7 +123,7 @@ def hf_model_type(config: ModelConfig) -> str:
     if wrong := CONVERSIONS[kind].list_obstacles(config):
         raise ConversionError(
             f"position {config.position!r} and activation {config.activation!r} would be "
-            f"{CONVERSIONS[kind].model_class}, which lacks {list_first(wrong)}"
+            f"{CONVERSIONS[kind].model_class}, which does not support {list_first(wrong)}"
         )
     return kind
 

@@ -1,16 +1,16 @@
-// What the visitor sees: the form, the settings, and the texts, which are shown by the demo's own script
-// (serving/demo_tokens.js, as `showTokens`). The model is in a worker, so that the page never stands still.
+// The form, the settings and the texts, which the demo's script draws (serving/demo_tokens.js, here `showTokens`). The
+// model runs in a worker, so the page never freezes.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
 const given = JSON.parse(byId("model").textContent);
 const { name, config, chat, parameters } = given;
 const form = byId("form"), text = byId("text"), news = byId("news"), go = byId("go"), stop = byId("stop"), clear = byId("clear");
-const turns = []; // of the conversation: { role, content }
-let answer = null; // what the model writes now
+const turns = []; // the conversation: { role, content }
+let answer = null; // the text that is being generated
 let begun = false;
 
-// The demo's script gets its events as lines of a text that only grows.
+// The demo's script reads events as lines of a growing text.
 const view = { value: "", update: () => {} };
 showTokens(byId("tokens"), view, (_, update) => (view.update = update));
 function show(...events) {
@@ -45,7 +45,7 @@ if (chat) {
   text.rows = 2;
   go.textContent = "Ask";
   clear.hidden = false;
-  form.before(byId("tokens").parentElement, news); // a question stands below what was said before
+  form.before(byId("tokens").parentElement, news); // a new question goes below the conversation
 }
 
 function idle(message) {
@@ -99,7 +99,7 @@ clear.addEventListener("click", () => {
 
 function write({ tokens, count, seconds }) {
   const events = tokens.map(({ text: piece, label, probability, rank, likeliest }) => {
-    if (chat && !answer.text) piece = piece.trimStart(); // the space between a label and an answer
+    if (chat && !answer.text) piece = piece.trimStart(); // the label is followed by a space
     answer.text += piece;
     return { token: [piece, label, probability, rank, likeliest] };
   });

@@ -199,10 +199,10 @@ def measure_rounding(
     cache = KVCache(config, PROOF_TEXTS, model.device, torch.float32, length)
     rows = [torch.full((PROOF_TEXTS,), tokenizer.end_of_text_id or 0)]
     for _ in range(length):
-        shares = model.next_logits(cache, rows[-1]).softmax(-1)  # (TEXTS, V)
+        shares = model.next_logits(cache, rows[-1]).softmax(-1)  # (PROOF_TEXTS, V)
         rows.append(shares.multinomial(1, generator=generator).squeeze(1))
-    texts = torch.stack(rows, dim=1)  # (TEXTS, length + 1)
-    before, after = (each(texts[:, :-1]) for each in (model, rounded))  # (TEXTS, length, V)
+    texts = torch.stack(rows, dim=1)  # (PROOF_TEXTS, length + 1)
+    before, after = (each(texts[:, :-1]) for each in (model, rounded))  # (PROOF_TEXTS, length, V)
     targets = texts[:, 1:].flatten()
     losses = [torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item() for logits in (before, after)]
     agreement = (before.argmax(-1) == after.argmax(-1)).float().mean().item()

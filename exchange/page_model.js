@@ -1,7 +1,7 @@
-// The model of the page: the computations of model.py, one token at a time.
+// The model: the computations of model.py, one token at a time.
 "use strict";
 
-const BLOCK = 64; // weights that share a scale (page_weights.py)
+const BLOCK = 64; // weights per scale: SCALE_BLOCK in page_weights.py
 const up = (n, multiple) => Math.ceil(n / multiple) * multiple;
 
 function fromBase64(text) {
@@ -18,7 +18,7 @@ function fromBase64(text) {
   return bytes;
 }
 
-// The float32 of each of the 65,536 numbers of 16 bits.
+// A table of float32 values for all 65,536 float16 bit patterns.
 function halves() {
   return Float32Array.from({ length: 65536 }, (_, bits) => {
     const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
@@ -27,14 +27,14 @@ function halves() {
   });
 }
 
-// erf within 1.5e-7 (Abramowitz & Stegun, 7.1.26), less than float32's rounding of what it is used for.
+// erf within 1.5e-7 (Abramowitz & Stegun, 7.1.26): below the float32 rounding of GELU.
 function erf(x) {
   const t = 1 / (1 + 0.3275911 * Math.abs(x));
   const tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
   return Math.sign(x) * (1 - tail * Math.exp(-x * x));
 }
 
-// model.py's table. A gated one takes the two halves of what enters.
+// ACTIVATIONS of model.py. A gated one takes the two halves of its input.
 const ACTIVATIONS = {
   gelu: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
   gelu_tanh: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x * x * x))),
@@ -47,7 +47,7 @@ class Model {
     this.config = config;
     this.tensors = {};
     const half = halves(), view = new DataView(bytes.buffer);
-    let at = 0; // in `bytes`
+    let at = 0; // offset into `bytes`
     for (const [name, rows, columns] of tensors) {
       const floats = (length, size, read) => {
         const numbers = new Float32Array(length);
@@ -70,23 +70,23 @@ class Model {
     this.held = []; // the tokens in the cache
   }
 
-  // y += row of the matrix
+  // y += one row of the matrix
   addRow(name, row, y) {
     const { columns, wide, numbers, scales } = this.tensors[name];
     for (let i = 0, at = row * wide; i < columns; i++, at++) y[i] += scales ? numbers[at] * scales[(at / BLOCK) | 0] : numbers[at];
   }
 
-  // The matrix times x, plus its bias.
+  // Return the matrix times x, plus the bias.
   linear(name, x) {
     const { rows, columns, wide, numbers, scales } = this.tensors[`${name}.weight`];
     const y = new Float32Array(rows), bias = this.tensors[`${name}.bias`]?.numbers;
-    const input = new Float32Array(wide); // filled up with zeros
+    const input = new Float32Array(wide); // padded with zeros
     input.set(x.subarray(0, columns));
     for (let row = 0, at = 0, block = 0; row < rows; row++) {
       let sum = bias ? bias[row] : 0;
       if (scales)
         for (let i = 0; i < wide; block++) {
-          let a = 0, b = 0, c = 0, d = 0; // four sums at once are faster
+          let a = 0, b = 0, c = 0, d = 0; // four independent sums are faster
           for (const end = i + BLOCK; i < end; i += 4, at += 4) {
             a += numbers[at] * input[i];
             b += numbers[at + 1] * input[i + 1];
@@ -101,7 +101,7 @@ class Model {
     return y;
   }
 
-  // In place, over x[from .. from + length]; `name` has the gain and the bias, if there are any.
+  // Normalize x[from .. from + length] in place; `name` has the gain and the bias, if any.
   norm(name, x, isRMS, from = 0, length = x.length) {
     const gain = this.tensors[`${name}.weight`]?.numbers, bias = this.tensors[`${name}.bias`]?.numbers;
     let mean = 0, square = 0;
@@ -117,7 +117,7 @@ class Model {
     return this.norm(name, Float32Array.from(x), this.config.norm === "rmsnorm");
   }
 
-  // cos and sin of a position (`rotate` and `scaled` of model.py), which all heads share.
+  // cos and sin of a position (`rotate` and `scale_frequencies` in model.py), shared by all heads.
   angles(position) {
     const { head_dim, rope_base, rope_scaling } = this.config, half = head_dim / 2;
     this.frequencies ??= Float32Array.from({ length: half }, (_, i) => {
@@ -147,7 +147,7 @@ class Model {
       if (turn) this.rotate(qkv, head * D, turn);
     }
     for (let head = 0; head < H; head++) {
-      const k = Math.floor((head * K) / H), cache = (layer * K + k) * max_seq_len * D; // heads of a group share one
+      const k = Math.floor((head * K) / H), cache = (layer * K + k) * max_seq_len * D; // heads of a group share one cache
       const of = (part, i) => qkv.subarray((part + i) * D, (part + i + 1) * D);
       this.keys.set(of(H, k), cache + position * D);
       this.values.set(of(H + K, k), cache + position * D);
@@ -172,7 +172,7 @@ class Model {
     return this.linear(`${name}.fc2`, y);
   }
 
-  // The next token enters the cache. Returns the input of the head.
+  // Add the next token to the cache. Returns the input of the head.
   read(token) {
     const c = this.config, position = this.held.length, x = new Float32Array(c.embed_dim);
     const add = (y) => { for (let i = 0; i < x.length; i++) x[i] += y[i]; };

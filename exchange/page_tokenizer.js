@@ -1,4 +1,4 @@
-// Text <-> token ids, as tokenizer_bpe.py and tokenizer.py do it. tests/exchange/test_page.py compares the ids.
+// Text <-> token ids, as in tokenizer_bpe.py and tokenizer.py. tests/exchange/test_page.py compares the ids.
 "use strict";
 
 const utf8 = new TextEncoder();
@@ -30,7 +30,7 @@ function byteLetters() {
 }
 
 class BPE {
-  // tokens: in GPT-2's letters, by id, "" for an id without text; nfc: whether text is composed first
+  // tokens: in GPT-2's letters, by id, "" for an id without text; nfc: normalize text to NFC first
   constructor({ tokens, splitting, nfc }) {
     this.word = wordPattern(splitting);
     this.nfc = nfc;
@@ -48,11 +48,11 @@ class BPE {
     return ids;
   }
 
-  // Join the neighbours that make the token of the lowest id, until no two make one: ids are in the order of the merges.
+  // Merge the pair with the lowest id until no pair is a token: ids are in the order of the merges.
   merge(word) {
     const parts = Array.from(utf8.encode(word), (byte) => this.letters[byte]);
     const idAt = (i) => this.ids.get(parts[i] + parts[i + 1]) ?? Infinity;
-    const joined = parts.slice(1).map((_, i) => idAt(i)); // the id of each two neighbours
+    const joined = parts.slice(1).map((_, i) => idAt(i)); // the id of each pair
     for (;;) {
       let best = -1, lowest = Infinity;
       for (let i = 0; i < joined.length; i++) if (joined[i] < lowest) [best, lowest] = [i, joined[i]];
@@ -80,7 +80,7 @@ class Characters {
   }
 }
 
-// How to show a token alone: its text, or the hexadecimal bytes of a part of a character.
+// Return a token for display: its text, or hexadecimal bytes if it is a part of a character.
 function tokenLabel(bytes) {
   try {
     return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);

@@ -44,7 +44,7 @@ def pack(name: str, weights: torch.Tensor, kind: str) -> PackedWeights:
         require_finite(name, half)
         return PackedWeights(half.numpy().astype("<f2").tobytes(), half.float())
     rows, columns = weights.shape
-    blocks = F.pad(weights, (0, -columns % SCALE_BLOCK)).view(rows, -1, SCALE_BLOCK)  # (rows, blocks, BLOCK)
+    blocks = F.pad(weights, (0, -columns % SCALE_BLOCK)).view(rows, -1, SCALE_BLOCK)  # (rows, blocks, SCALE_BLOCK)
     scales = (blocks.abs().amax(-1, keepdim=True) / MAX_INT8).half()
     require_finite(name, scales)
     steps = scales.float()

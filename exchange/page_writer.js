@@ -1,13 +1,12 @@
-// What the page's worker does: it reads prompts and chooses tokens, as generation/decoding.py and sampling.py do, with the
-// Model of page_model.js.
+// The worker: it reads prompts and samples tokens, as generation/stream.py and sampling.py do, with page_model.js.
 //
-// It is sent { model, weights } once, then { prompt or messages, length, temperature, topP } for each text, and
+// It receives { model, weights } once, then { prompt or messages, length, temperature, topP } per text, and
 // { stop: true }. It sends { ready }, { reading }, { tokens }, { done } or { problem }.
 "use strict";
 
-const CONSIDERED = 8; // likeliest tokens that are listed
+const NUM_LIKELIEST = 8; // listed per token
 
-// The next token: greedy at temperature 0, else from the likeliest tokens that are topP in all (generation/sampling.py).
+// Choose the next token: greedy at temperature 0, else top-p sampling (generation/sampling.py).
 function choose(logits, temperature, topP) {
   let best = 0;
   for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
@@ -15,7 +14,7 @@ function choose(logits, temperature, topP) {
   const weights = new Float64Array(logits.length);
   let all = 0;
   for (let i = 0; i < logits.length; i++) all += weights[i] = Math.exp((logits[i] - logits[best]) / temperature);
-  // Sorting the whole vocabulary for each token would take longer than the model.
+  // Sorting the whole vocabulary would take longer than the model.
   let kept, sum;
   for (let least = 0.01; ; least = least > 1e-12 ? least / 100 : 0) {
     kept = [];
@@ -28,21 +27,21 @@ function choose(logits, temperature, topP) {
     if (sum >= topP * all || !least) break;
   }
   kept.sort((a, b) => weights[b] - weights[a] || a - b);
-  let before = 0, last = 0; // a token is among them if those before it are less than topP
+  let before = 0, last = 0; // a token is kept if the ones before it sum to less than topP
   for (sum = 0; last < kept.length && (last === 0 || before < topP * all); last++) before = sum += weights[kept[last]];
   let draw = Math.random() * sum;
   for (let i = 0; i < last; i++) if ((draw -= weights[kept[i]]) < 0) return kept[i];
   return kept[last - 1];
 }
 
-// { probability, rank, likeliest: [[token, probability], ...] } of a chosen token (generation/likelihood.py): over the
-// whole vocabulary, before temperature and top-p.
+// Return { probability, rank, likeliest: [[token, probability], ...] } of a chosen token, over the whole vocabulary and
+// before temperature and top-p.
 function look(logits, unused, token) {
   let largest = -Infinity, sum = 0, rank = 1;
   for (let i = 0; i < logits.length; i++) largest = Math.max(largest, logits[i]);
   for (let i = 0; i < logits.length; i++) sum += Math.exp(logits[i] - largest);
   const share = (i) => Math.exp(logits[i] - largest) / sum, found = [];
-  let least = -Infinity; // of those found, once there are enough
+  let least = -Infinity; // the lowest logit in a full list
   for (let i = 0; i < logits.length; i++) {
     if ((logits[i] <= least && logits[i] <= logits[token]) || unused.has(i)) continue;
     if (logits[i] > logits[token]) rank++;
@@ -50,13 +49,13 @@ function look(logits, unused, token) {
     let place = found.length;
     while (place > 0 && logits[found[place - 1]] < logits[i]) place--;
     found.splice(place, 0, i);
-    found.length = Math.min(found.length, CONSIDERED);
-    if (found.length === CONSIDERED) least = logits[found[CONSIDERED - 1]];
+    found.length = Math.min(found.length, NUM_LIKELIEST);
+    if (found.length === NUM_LIKELIEST) least = logits[found[NUM_LIKELIEST - 1]];
   }
   return { probability: share(token), rank, likeliest: found.map((i) => [i, share(i)]) };
 }
 
-// Messages that arrive while this waits are handled: { stop } among them. A timeout would wait 4 ms each time.
+// Let waiting messages, like { stop }, be handled. setTimeout would wait 4 ms each time.
 const channel = new MessageChannel();
 const breathe = () => new Promise((go) => {
   channel.port1.onmessage = go;
@@ -68,14 +67,14 @@ class Writer {
     const { tokenizer, chat, config } = given;
     this.model = new Model(given, bytes);
     this.tokenizer = tokenizer.tokens === undefined ? new Characters(tokenizer) : new BPE(tokenizer);
-    this.end = tokenizer.end; // the id of the end of a text, or null
-    this.ends = new Set(tokenizer.ends); // the ids at which a text ends
+    this.end = tokenizer.end; // the end-of-text id, or null
+    this.ends = new Set(tokenizer.ends); // ids that end a text
     this.unused = new Set(tokenizer.unused); // never chosen
     this.chat = chat;
     this.context = config.max_seq_len;
   }
 
-  // ChatTemplate.prompt_ids of common/chat.py. The oldest turns are left out until the rest fits into `room`.
+  // `ChatTemplate.prompt_ids` in common/chat.py: the oldest turns are dropped until the rest fits into `room`.
   chatIds(messages, room) {
     const encode = (turns) => {
       const ids = [this.end];
@@ -97,7 +96,7 @@ class Writer {
   }
 
   promptIds(text) {
-    // A space at the end is left out, as by generation/completion.py: in BPE words begin with theirs.
+    // Strip a trailing space, as generation/completion.py does: BPE words begin with their space.
     const ids = this.tokenizer.encode(this.tokenizer.letters ? text.replace(/(?<=\S) $/, "") : text);
     return ids.length ? ids : [this.end ?? 0];
   }
@@ -106,7 +105,7 @@ class Writer {
     return this.ends.has(token) ? "end of text" : tokenLabel(this.tokenizer.bytes[token]);
   }
 
-  // Read ids, of which the cache may hold a beginning. Returns the input of the head for the last one.
+  // Read ids; the cache may hold the first of them. Returns the input of the head for the last one.
   async read(ids) {
     let same = 0;
     while (same < ids.length - 1 && ids[same] === this.model.held[same]) same++;
@@ -148,7 +147,7 @@ class Writer {
         await breathe();
         sent = performance.now();
       }
-      // `make_room` of generation/decoding.py: a full context goes on from its second half.
+      // `reread_full_rows` of generation/stream.py: when the context is full, continue from its second half.
       if (this.model.held.length === this.context) {
         const keep = Math.max(1, this.context >> 1);
         this.model.held = [];

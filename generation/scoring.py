@@ -75,7 +75,7 @@ def score_documents(
     lengths = np.column_stack([tokenizer.byte_lengths, character_counts(tokenizer)])
     context = model.config.max_seq_len
     rows = max(1, BATCH_TOKENS // context)
-    unfinished: list[Score] = []  # in order, up to the document being read
+    unfinished: list[Score] = []  # document order; the last is being read
     batch: list[tuple[Score, np.ndarray, int]] = []  # (score of the document, window, first)
     for document in documents:
         score = Score()

@@ -95,7 +95,7 @@ def get_text(source: str, path: str, drive: Path | None) -> Path | None:
     else:
         text = Path(path).expanduser()
         if not path or not text.exists():
-            raise Stopped(f"There is no file or folder {path or '(none was name_runs)'}: give the path of your text.")
+            raise Stopped(f"No such file or folder: {path or '(no path was given)'}. Give the path of your text.")
     if not count_bytes(text):
         raise Stopped(f"{text} is empty. Choose another text.")
     print(f"Text       {text}, {count_bytes(text):,} bytes")

@@ -1,12 +1,12 @@
-// The texts of the demo: cards of turns, a colour for each token, and a table of what else the model considered.
-// Gradio calls this with `element` (our template), `props` (props.value: the events of demo_model.py, a line each, and
-// more lines as they come) and `watch`. Every text goes into the page by textContent: what a model writes is never HTML.
+// Draw the demo's texts: a card per turn, a colour per token, and a table of the most likely alternatives.
+// Gradio calls this with `element` (our template), `props` (props.value: the events of demo_model.py, one per line,
+// growing) and `watch`. Text is set by textContent only: model output is never HTML.
 
 const cards = element.querySelector(".cards");
 const table = element.querySelector(".considered");
 const colours = element.querySelector(".colours input");
 const legend = element.querySelector(".legend");
-let told = ""; // the events that are on the page
+let shown = ""; // the events on the page so far
 let active = null; // the token whose table is open
 
 function make(tag, className, text) {
@@ -25,7 +25,7 @@ function visible(label) {
   return label.replaceAll(" ", "\u2423").replaceAll("\n", "\u23ce").replaceAll("\t", "\u21e5");
 }
 
-// 0: as good as certain ... 5: a surprise
+// 0: almost certain ... 5: a surprise
 function surprise(p) {
   return [0.5, 0.2, 0.05, 0.01, 0.001].filter((bound) => p < bound).length;
 }
@@ -49,13 +49,13 @@ function cardNode({ title, detail }) {
   return node;
 }
 
-// What is there stays as it is: a selection, the focus and an open table outlive the tokens that come.
+// Only append, so that a selection, the focus and an open table stay.
 function update() {
   const value = props.value || "";
-  if (!value.startsWith(told)) told = "";
-  if (!told) cards.replaceChildren();
-  for (const line of value.slice(told.length).split("\n")) if (line) apply(JSON.parse(line));
-  told = value;
+  if (!value.startsWith(shown)) shown = "";
+  if (!shown) cards.replaceChildren();
+  for (const line of value.slice(shown.length).split("\n")) if (line) apply(JSON.parse(line));
+  shown = value;
   legend.hidden = !cards.querySelector(".token");
   if (active && !active.isConnected) close();
 }
@@ -67,7 +67,7 @@ function apply(event) {
   if (event.turn) turns.append(make("div", `turn ${event.turn}`, event.text));
   if (event.token) {
     const node = tokenNode(event.token);
-    // One token of a text can be reached by Tab, the others from there by arrow keys.
+    // Tab reaches one token of a text; arrow keys move from there.
     if (!turns.lastChild.hasChildNodes()) node.tabIndex = 0;
     turns.lastChild.append(node);
   }

@@ -85,7 +85,7 @@ class RunReader:
         """Return the settings of the training. Vocabulary and shape come from the newest checkpoint."""
         values = {key: value for key, value in config.items() if key in SHOWN_KEYS and has_effect(key, config)}
         there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
-        for checkpoint in [*reversed(there), self.folder / "best"]:  # in a mirror, copies are in the folder itself
+        for checkpoint in [*reversed(there), self.folder / "best"]:  # a mirror's copies are in the folder itself
             with contextlib.suppress(ConfigError, OSError):  # deleted meanwhile
                 trained = read_json(checkpoint / "config.json", ConfigError)
                 values |= {key: trained[key] for key in CHECKPOINT_KEYS if key in trained}

@@ -20,7 +20,7 @@ TYPICAL_PASSAGE = 4000  # characters
 MAX_HELD_OUT_BYTES = 40_000_000  # about ten million tokens, kept in memory until all else is encoded
 CHECKED_CHARACTERS = 200_000_000  # the share is checked in this much text: chance may be unkind to a small one
 MAX_SHARE_FACTOR = 2.5  # a share larger or smaller than requested by this factor is rejected
-REPETITIVE_SHARE = 0.5  # with a smaller share of different passages, text counts as repetitive
+REPETITIVE_SHARE = 0.5  # text with a smaller share of different passages is repetitive
 MAX_LISTED_FILES = 5
 
 

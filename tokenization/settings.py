@@ -100,7 +100,9 @@ class Settings:
             problems.append('--document_separator must be a single line ("" is a blank line)')
         if self.output_name and Path(self.output_name).name != self.output_name:
             problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
-        elif self.output_name and len(os.fsencode(self.output_name)) > 200:  # with suffixes, up to 255
+        elif (
+            self.output_name and len(os.fsencode(self.output_name)) > 200
+        ):  # file systems allow 255, including suffixes
             problems.append("--output_name is longer than 200 bytes; use a shorter one")
         if problems:
             raise ValueError("\n".join(problems))

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     library = Library([Path(place) for place in options.places], options.device)
     library.require_any()
-    gradio.close_all(verbose=False)  # in a notebook, the page that this cell opened before
+    gradio.close_all(verbose=False)  # a page that this notebook cell opened before
     page = make_page(library)
     launch(page, options.host, port, (USER, key) if key else None, options.share)
     if options.share and not page.share_url:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     who = f"user {USER}, password {key}" if key else "this machine only"
     print(f"Listening  {page.share_url or page.local_url}, for {who}; press Ctrl-C to stop", flush=True)
     shell = sys.modules.get("IPython")
-    if not shell or not shell.get_ipython():  # in a notebook the page stays open after the cell
+    if not shell or not shell.get_ipython():  # a notebook keeps the page open after the cell
         threading.Event().wait()
     return 0
 

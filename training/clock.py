@@ -22,7 +22,7 @@ class Clock:
         """`started`: the time.perf_counter() at which this session began."""
         self.run = run
         self.earlier_seconds = run.state.elapsed_seconds
-        self.run_started = started - self.earlier_seconds  # as if the run had been one session
+        self.run_started = started - self.earlier_seconds  # the start of one unbroken session
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
         self.evaluation_seconds: float | None = None  # the last evaluation
         self.write_seconds: float | None = None  # the last checkpoint folder

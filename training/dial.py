@@ -165,7 +165,7 @@ class Dial:
         self.started = self.machine.now() if started is None else started
         is_on_hub = bool(requested.input and requested.input.startswith(HUB))  # only a part is read
         self.tokenizing = 0.0 if text.is_tokenized or is_on_hub else self.machine.tokenizing_seconds(text.bytes)
-        self.first_timed = math.inf  # when the first candidate was timed; starting a GPU does not count
+        self.first_timed = math.inf  # time of the first measurement; starting a GPU does not count
         # threads -> FLOPs per token -> times
         self.timed: dict[int, dict[int, StepTimes]] = {count: {} for count in self.machine.thread_counts(requested)}
         self.compiled: dict[int, float] = {}  # FLOPs per token -> time of a compiled pass relative to its forecast

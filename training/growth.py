@@ -67,7 +67,7 @@ def find_growth(config: Config) -> Growth | None:
     """Find a run whose text has changed, and tokenize the text as it is now. None if there is no run, or its text is
     the same. Also None for another `input` and for several processes, which are refused later.
 
-    Raises what `find_previous` and `tokenized` raise.
+    Raises what `find_previous` and `find_or_tokenize` raise.
     """
     if not config.input or config.resume == "never" or world().size > 1:
         return None

@@ -46,7 +46,7 @@ MAX_SHARE_IF_SPILLING = 0.95  # share of the free GPU memory, where the driver s
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
-DEFAULT_THREADS = torch.get_num_threads()  # from the environment, or one per core
+DEFAULT_THREADS = torch.get_num_threads()  # OMP_NUM_THREADS, or one per core
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
 
 
@@ -234,7 +234,7 @@ def limit_memory(device: torch.device) -> None:
     """Let PyTorch run out of memory where the GPU's own ends. In host memory a step would crawl, without an error that
     makes the trainer take a smaller micro-batch."""
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)  # by an earlier run in this process
+    reserved = torch.cuda.memory_reserved(device)  # an earlier run in this process may hold memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (MAX_SHARE_IF_SPILLING * free + reserved) / total), device)
 
 

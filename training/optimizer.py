@@ -309,7 +309,7 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
     folds = fused and bool(grad_clip) and folds_clipping(grad_norm.device)
     if grad_clip:
         ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
-        factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grads_with_norm_
+        factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
         if gradients := list_gradients(ahead):
             torch._foreach_mul_(gradients, factor)
     if fused:

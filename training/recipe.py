@@ -16,11 +16,11 @@ HEAD_WIDTH = 64
 # A run of 3M tokens takes 2,048 tokens per step; the step grows with the square root of the run.
 STEP_TOKENS, RUN_TOKENS = 2048, 3e6
 MIN_STEPS_PER_RUN = 300  # limits the step size
-SHORT_CONTEXT, SHORT_RUN_TOKENS = 128, 7e5  # with a longer context, a shorter run would have too few steps
+SHORT_CONTEXT, SHORT_RUN_TOKENS = 128, 7e5  # a shorter run with a longer context would have too few steps
 MIN_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
 # The run on one's own text after a companion (docs/benchmarks/companion.md)
-OWN_PASSES = 2  # with more passes the model forgets what the companion taught
+OWN_PASSES = 2  # more make the model forget the companion
 OWN_STEP_TOKENS, OWN_STEPS = 2048, 100  # a small text gets smaller steps, but at least 100 of them
 OWN_START_SHARE = 0.03  # share of --minutes for starting and ending the run
 

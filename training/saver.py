@@ -93,8 +93,8 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Save unsaved steps and wait. If an error ends the training, errors of saving are only logged."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # Only `retry_smaller` raises MemoryExhausted, in a pass, which changes only gradients; an update that runs out
-        # of memory raises another error. With several processes, the others would not save.
+        # Only `retry_smaller` raises MemoryExhausted, in a pass, which changes only gradients. An update raises another
+        # error. With several processes, the others would not save.
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_rest()

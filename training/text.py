@@ -143,7 +143,7 @@ class TextStats(NamedTuple):
     name: str
     files: int
     bytes: int
-    letters: float  # by `count_letters`
+    letters: float  # see `count_letters`
     tokens: float
     vocab_size: int
     is_chat: bool

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from training import hardware
 from training.records import read_metrics
 
@@ -18,9 +18,9 @@ SHAPE = ["--num_layers", "2", "--embed_dim", "64", "--num_heads", "2", "--max_se
 ON_GPU = ["--device", DEVICE, "--max_steps", "100", "--learning_rate", "0.003"]
 
 
-def opened(tokens: Path, *flags: str) -> Training:
+def opened(tokens: Path, *flags: str) -> TimedRun:
     """A small training on the GPU, as the trainer would begin it; `flags` may change any of its own."""
-    return Training.open([*SHAPE, *ON_GPU, "--data_dir", str(tokens), *flags])
+    return TimedRun.open([*SHAPE, *ON_GPU, "--data_dir", str(tokens), *flags])
 
 
 def losses_of(run_dir: Path) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from tests.cuda.helpers import opened, waiting_forbidden
 from tests.helpers import write_chat_tokens
 from training.compilation import halve_rows
@@ -22,7 +22,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_tokens(tmp_path_factory.mktemp("chats"))
 
 
-def losses(training: Training, steps: int) -> list[float]:
+def losses(training: TimedRun, steps: int) -> list[float]:
     found = []
     for _ in range(steps):
         training.step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.measure import write_random_tokens
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from tests.helpers import estimated
 from training import memory
@@ -35,7 +35,7 @@ def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, form: str
     before = torch.cuda.memory_allocated()
     shape += f" --placement ram --graphs off --compile {choice} {form}"
     flags = [*shape.split(), *ON_GPU, "--data_dir", str(tokens)]
-    training = Training.open(flags)
+    training = TimedRun.open(flags)
     training.step()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):

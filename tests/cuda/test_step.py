@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import workload
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
 from tests.helpers import write_chat_tokens
@@ -139,7 +139,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tokens: Path) -> None:
 either_optimizer = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
 
-def state_of(training: Training) -> list[torch.Tensor]:
+def state_of(training: TimedRun) -> list[torch.Tensor]:
     """Copies of the weights and of all that the optimizer holds."""
     tensors = [*training.model.state_dict().values()]
     held = training.optimizer.state_dict()["state"]

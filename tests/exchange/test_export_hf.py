@@ -139,7 +139,7 @@ def test_the_card_tells_of_the_run_and_of_nobodys_folders(
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_no_class_can_express_is_refused_by_its_name(named: str) -> None:
     config = random_model(40, **REFUSED[named]).config
-    with pytest.raises(ConversionError, match=f"cannot have {named} "):
+    with pytest.raises(ConversionError, match=f"does not support {named} "):
         to_hf(config, {})
 
 
@@ -180,7 +180,7 @@ def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
     ("damage", "code", "words"),
     [
         ("option", 4, "cannot be exported: .*qk_norm True"),
-        ("not empty", 2, "already there"),
+        ("not empty", 2, "already exists"),
         ("altered", 4, "was altered"),
         ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "computes other logits"),
@@ -225,8 +225,8 @@ def test_a_file_for_llama_cpp_is_written_and_explained(tmp_path: Path, capsys: p
     command = [str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(file)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "--ollama would write" in said
-    assert "approximates GELU by tanh" in said
+    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "--ollama" in said
+    assert "tanh approximation of GELU" in said
     assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2 and not (tmp_path / "again").exists()
 
 
@@ -240,9 +240,9 @@ def test_types_and_ollama(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert (tmp_path / "Modelfile").read_text().startswith("FROM ./x.gguf\nPARAMETER num_ctx ")
     (tmp_path / "x.gguf").unlink()
     assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2
-    assert "Modelfile, which --ollama would write, is already there" in capsys.readouterr().err
+    assert "Modelfile, which --ollama would write, already exists" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Modelfile", "best", "out"]
-    assert main([*command[:2], "--ollama"]) == 2 and "are for --gguf FILE" in capsys.readouterr().err
+    assert main([*command[:2], "--ollama"]) == 2 and "need --gguf FILE" in capsys.readouterr().err
     assert main([*command, "--gguf_type", "q4"]) == 2
 
 

@@ -157,8 +157,8 @@ def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"norm": "rmsnorm"}, r"GPT2LMHeadModel, which cannot have norm 'rmsnorm' \(it needs 'layernorm'\)\.$"),
-        ({"position": "rope"}, r"LlamaForCausalLM, which cannot have norm 'layernorm'"),
+        ({"norm": "rmsnorm"}, r"GPT2LMHeadModel, which does not support norm 'rmsnorm' \(needs 'layernorm'\)\.$"),
+        ({"position": "rope"}, "LlamaForCausalLM, which does not support norm 'layernorm'"),
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids and the model a vocab_size of 300"),
     ],
 )
@@ -196,13 +196,17 @@ def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None
     prefix, digits = ByteLevel(add_prefix_space=True), Digits(individual_digits=False)
     refused(
         lambda backend: setattr(backend, "pre_tokenizer", prefix),
-        'cuts text .* known here: {.*"add_prefix_space": true',
+        'has a pre-tokenizer .* known here: {.*"add_prefix_space": true',
     )
-    refused(lambda backend: setattr(backend, "pre_tokenizer", Sequence([digits, ByteLevel(False)])), 'cuts .*"Digits"')
     refused(
-        lambda backend: setattr(backend, "normalizer", Lowercase()), 'changes the text before: {"type": "Lowercase"}'
+        lambda backend: setattr(backend, "pre_tokenizer", Sequence([digits, ByteLevel(False)])),
+        'has a pre-tokenizer .*"Digits"',
     )
-    refused(lambda backend: backend.add_tokens([AddedToken("<x>", lstrip=True)]), "takes spaces .* token '<x>'")
+    refused(
+        lambda backend: setattr(backend, "normalizer", Lowercase()),
+        'has a normalizer that llama.cpp lacks: {"type": "Lowercase"}',
+    )
+    refused(lambda backend: backend.add_tokens([AddedToken("<x>", lstrip=True)]), "strips spaces .* token '<x>'")
     refused(add_without_merge, "has tokens that no merge creates, such as 'Whole'")
     with pytest.raises(ConfigError, match="is a folder"):
         gguf_file.write_gguf(tmp_path, model, bpe, "a")

@@ -55,10 +55,10 @@ def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("damage", "code", "words"),
     [
-        ("no adapters", 4, "holds no adapters; there is nothing to merge"),
+        ("no adapters", 4, "has no adapters"),
         ("another base", 4, "holds adapters for other weights"),
         ("another rank", 4, r"adapters do not fit the base: .*\(4, 32\), not \(5, 32\)"),
-        ("another tokenizer", 3, "the tokenizer of another model"),
+        ("another tokenizer", 3, "they do not belong together"),
         ("other logits", 4, "the adapted model computes other logits"),
     ],
 )

@@ -61,4 +61,4 @@ def test_where_recording_fails_the_text_comes_unrecorded(
     monkeypatch.setattr(stream, "build_recorder", lambda device: Failing())
     for _ in range(2):
         assert generate(model, characters, rows, asked) == expected
-    assert caplog.text.count("not recorded as CUDA graphs (CUDA error: operation not permitted when stream") == 1
+    assert caplog.text.count("Recording CUDA graphs failed (CUDA error: operation not permitted when stream") == 1

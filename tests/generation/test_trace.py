@@ -50,7 +50,7 @@ def test_the_file_and_the_line_are_named_whatever_the_line_breaks_and_the_case(t
     training_text = traced(tmp_path, "Nothing is here.\n", text)
     (span,) = training_text.find_spans('He said: "some YEARS ago, never mind how\n  long precisely". So.')
     assert span == Span("some YEARS ago, never mind how\n  long precisely", 8, "1.txt, line 2")
-    assert describe_share([span], ["x " * 16]).startswith("50% of its words stand in the training text, 8 or more")
+    assert describe_share([span], ["x " * 16]).startswith("50% of its words, in runs of 8 or more")
     assert training_text.find_spans("never mind how long precisely having little") == []
 
 

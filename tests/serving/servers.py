@@ -29,7 +29,7 @@ class Server:
     @property
     def port(self) -> int:
         """Waits until it listens."""
-        while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/v1, .*\nAsk it .*\n", self.printed)):
+        while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/v1, .*\nTry .*\n", self.printed)):
             assert self.process.returncode is None, self.printed
             time.sleep(0.05)
         return int(found[1])

@@ -366,18 +366,18 @@ def test_what_is_wrong_with_a_command_is_said(
     monkeypatch.chdir(run.parents[1])
     (tmp_path / "empty").mkdir()
     for words, said in (
-        (["runs/plian"], "There is no run folder runs/plian. Did you mean runs/plain?"),
-        ([tmp_path / "empty"], "holds no run: there is no metrics.jsonl and no config.json in it."),
+        (["runs/plian"], "No run folder runs/plian. Did you mean runs/plain?"),
+        ([tmp_path / "empty"], "is not a run: it has neither metrics.jsonl nor config.json."),
         ([run, "--port", "70000"], "--port is 70000; allowed:"),
         ([run, "--port", server.server_port], f"Port {server.server_port} cannot be used"),
-        ([run, "--html", "nowhere/page.html"], "There is no folder nowhere to write page.html into (--html)."),
-        (["--html", "runs/plain"], "--html is runs/plain; name an .html file"),
+        ([run, "--html", "nowhere/page.html"], "nowhere"),
+        (["--html", "runs/plain"], "--html is runs/plain"),
         ([run, "--hmtl", "a.html"], "unknown flag --hmtl. Did you mean --html?"),
     ):
         done = run_script(watch.main, *words)
         assert done.code == 2 and said in done.err, done.err
     monkeypatch.chdir(tmp_path / "empty")
-    assert "There is no run in" in run_script(watch.main).err
+    assert "No run in" in run_script(watch.main).err
 
 
 def test_a_folder_of_runs_is_all_of_them(run: Path, tmp_path: Path) -> None:

@@ -236,8 +236,8 @@ def test_what_is_wrong_with_a_command_is_said(
         for words, code, said in (
             (["--port", str(port)], 2, f"--port {port} cannot be used (Address already in use)"),
             (["--shar"], 2, "unknown flag --shar. Did you mean --share?"),
-            (["--port", "0"], 4, "There is no trained model in runs/. Train one first"),
-            (["nowhere", "--port", "0"], 4, "There is no trained model in nowhere/."),
+            (["--port", "0"], 4, "No trained model in runs/. Train one first"),
+            (["nowhere", "--port", "0"], 4, "No trained model in nowhere/."),
         ):
             assert web_demo.main(words) == code
             assert said in capsys.readouterr().err

@@ -18,7 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
+from benchmarks.measure import describe_machine, machine_slug, markdown_table, write_results
 from common.flags import Parser, add_debug
 from common.output import duration
 from common.script import script
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{table}")
     if flags.output_dir:
         machine = describe_machine("cpu")
-        stem = Path(flags.output_dir) / f"torture-{machine_kind(machine)}"
+        stem = Path(flags.output_dir) / f"torture-{machine_slug(machine)}"
         body = (
             "Each round tokenizes a text and trains a tiny model with dropout and a mirror, in as many sessions as it "
             "needs. Its tokens, weights, optimizer state, best weights and rows of metrics must equal those of an "

@@ -353,4 +353,4 @@ def test_a_file_that_may_be_text_is_told_apart_from_a_picture(folder: Path, caps
     assert "1 files: it may be text; read such files with --input 'in/**/*.abc'" in capsys.readouterr().err
     (folder / "z.txt").write_text("Some text.")
     assert tokenize() == 0
-    assert "tune.abc: it may be text" in report() and "photo.jpg: no text, by its name" in report()
+    assert "tune.abc: it may be text" in report() and "photo.jpg: not text" in report()

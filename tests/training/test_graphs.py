@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.measure import write_random_tokens
-from benchmarks.workload import Training
+from benchmarks.workload import TimedRun
 from tests.helpers import write_chat_tokens
 from tests.tape import TapeRecorder
 from training.evaluate import validation_loss
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"text": write_random_tokens(folder / "text", 20_000, 300), "chat": write_chat_tokens(folder)}
 
 
-class Rounded(Training):
+class Rounded(TimedRun):
     """A training whose learning rate is fp32, as it is in a tensor."""
 
     @property
@@ -35,7 +35,7 @@ class Rounded(Training):
         return torch.tensor(super().learning_rate, dtype=torch.float32).item()
 
 
-def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[Training, list[float]]:
+def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[TimedRun, list[float]]:
     """Six steps and an evaluation. Returns the training and its losses."""
     training = Rounded.open([*SHAPE.split(), "--data_dir", str(folder), *flags.split()])
     if scaled:
@@ -68,7 +68,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folders: dict[str, Path])
     assert training.skips.tolist() == [1, 0, 1] and torch.isfinite(training.loss)
 
 
-def tensors(training: Training) -> list[torch.Tensor]:
+def tensors(training: TimedRun) -> list[torch.Tensor]:
     return [*training.model.parameters(), *training.optimizer.tensors().values(), training.skips]
 
 
