@@ -90,10 +90,7 @@ PROBE_TEXT = (
     " aaaaaaaaaaaaaaaa           x "
 )
 
-NOT_BYTE_LEVEL = (
-    "not a byte-level BPE tokenizer, the only kind of `tokenizers` file supported, but {}. GPT-2, SmolLM2, Llama 3, "
-    "Qwen2 and Qwen3 have byte-level BPE."
-)
+NOT_BYTE_LEVEL = "{}; only byte-level BPE is supported, as in GPT-2, SmolLM2, Llama 3, Qwen2 and Qwen3."
 
 
 class VocabularySizeError(TokenizerError):

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from training import companion, dial, inspections
     from training.fit import fit
 
-    if config.leaves_the_choice and not config.companion:
+    if config.needs_dial and not config.companion:
         config = dial.choose(argv, config, started)
     code = 0
     for run, begins in companion.plan_runs(config, started) if config.companion else [(config, started)]:

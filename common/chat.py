@@ -163,14 +163,16 @@ def without_oldest_turns(
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
 
-    def without(forgotten: int) -> list[int]:
+    def encode_without(forgotten: int) -> list[int]:
         return encode([*system, *turns[2 * forgotten :]])
 
     if room is None:
-        return without(0)
+        return encode_without(0)
     # Binary search, because dropping one at a time would encode a long conversation once per question.
     limit = max(0, len(turns) - 1) // 2
-    return without(bisect.bisect_left(range(limit), True, key=lambda forgotten: len(without(forgotten)) <= room))
+    return encode_without(
+        bisect.bisect_left(range(limit), True, key=lambda forgotten: len(encode_without(forgotten)) <= room)
+    )
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:

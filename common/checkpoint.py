@@ -2,8 +2,8 @@
 
 A checkpoint folder is enough to generate text and, with an optimizer state, to continue training. It is written under a
 temporary name, flushed, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A folder
-that differs from its manifest, or has none, is not loaded, except the blog's format with `pytorch_model.bin`. Best
-weights have no optimizer state, imported weights no training state either.
+that differs from its manifest, or has none, is not loaded, except the format of the blog that this project began with
+(`pytorch_model.bin`). Best weights have no optimizer state, imported weights no training state either.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Checkpoint:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
-def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
+def select_stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
     """Return the weights to save: the adapters if the model has any; a tied head once."""
     if lora_of(model) is not None:
         return adapters_of(model)
@@ -176,7 +176,9 @@ def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def stored_config(model: TransformerLanguageModel, tokenizer_type: str, chat: Template | None = None) -> dict[str, Any]:
+def build_stored_config(
+    model: TransformerLanguageModel, tokenizer_type: str, chat: Template | None = None
+) -> dict[str, Any]:
     """Return the content of config.json. `total_parameters` excludes adapters, because merging adds no parameters."""
     lora, adapters = lora_of(model), adapters_of(model)
     return {
@@ -237,7 +239,7 @@ def find_problems(folder: Path) -> list[str]:
 
 def describe_damage(folder: Path, problems: Iterable[str]) -> str:
     there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
-    return f"The checkpoint {folder} is damaged: {'; '.join(problems)}. It holds: {there}."
+    return f"The checkpoint {folder} is damaged: {'; '.join(problems)}. It contains {there}."
 
 
 def step_folders(*parents: Path) -> list[Path]:
@@ -254,7 +256,7 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def newest_valid(*parents: Path) -> Checkpoint | None:
+def find_newest_valid(*parents: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint in the folders `parents`; None if they are empty. Print a warning for newer
     damaged ones. Raises CheckpointError listing the damage if all are damaged."""
     damaged: list[str] = []
@@ -264,10 +266,10 @@ def newest_valid(*parents: Path) -> Checkpoint | None:
         except FileNotFoundError:
             problems = ["a file is gone"]
         if problems and not folder.exists():  # deleted meanwhile, because there is a newer one
-            return newest_valid(*parents)
+            return find_newest_valid(*parents)
         if not problems:
             for damage in damaged:
-                print(f"Warning: {damage} Using the one before it.", file=sys.stderr)
+                print(f"Warning: {damage} Using {folder} instead.", file=sys.stderr)
             return Checkpoint(folder)
         damaged.append(describe_damage(folder, problems))
     if damaged:
@@ -281,16 +283,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file. Name its folder: {path.parent}.{list_checkpoints()}")
+        raise CheckpointError(f"{path} is a file. Name its folder, {path.parent}, instead.{list_checkpoints()}")
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):
-        checkpoint = newest_valid(path / "checkpoints", path)
+        checkpoint = find_newest_valid(path / "checkpoints", path)
         if checkpoint is None:
             raise CheckpointError(f"The run {path} has no checkpoint yet.{list_checkpoints()}")
         return checkpoint
     if any(step_folders(*path.glob("*/checkpoints"), *path.glob("*"))):  # runs/, or a --checkpoint_dir
-        return open_checkpoint(newest_run(path))
+        return open_checkpoint(find_newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
             return Checkpoint(path)
@@ -302,7 +304,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path)
 
 
-def newest_run(runs: Path = Path("runs")) -> Path:
+def find_newest_run(runs: Path = Path("runs")) -> Path:
     """Return the run folder or mirror with the most recently written checkpoint. Raises CheckpointError if there is
     none."""
     folders = step_folders(*runs.glob("*/checkpoints"), *runs.glob("*"))

@@ -1,4 +1,4 @@
-"""CUDA graphs: record the kernels of some work once, and replay them with one launch. For small models, launching
+"""CUDA graphs: record the kernels of a function once, and replay them with one launch. For small models, launching
 kernels from Python takes longer than running them."""
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
             "command in the folder that this path is relative to."
         )
     raise CheckpointError(
-        f"{checkpoint} holds adapters for other weights than those in {found[0]}, whose SHA-256 is not "
-        f"{lora.base_sha256[:16]}... Restore the weights that the adapters were trained on."
+        f"{checkpoint} holds adapters for other weights than those in {found[0]}: it was trained on weights with the "
+        f"SHA-256 {lora.base_sha256[:16]}... Restore them."
     )
 
 

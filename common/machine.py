@@ -153,16 +153,16 @@ CGROUP_MEMORY = (
 def total_ram() -> int | None:
     """Return the bytes of memory of this machine or container; None if unknown."""
     limit, _ = container_memory()
-    return least(memory_info("MemTotal"), limit)
+    return min_known(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
     """Return the bytes of memory that a process could use without swapping; None if unknown."""
     limit, used = container_memory()
-    return least(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
+    return min_known(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
 
-def least(*values: int | None) -> int | None:
+def min_known(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 

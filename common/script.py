@@ -76,7 +76,7 @@ def wrap(main: Main, full_disk: type[UserError] | None) -> Script:
                 reconfigure(errors="replace")  # a terminal or Windows pipe may not show all characters
         print_log()
         try:
-            with unbreakable_output() if full_disk else contextlib.nullcontext():
+            with safe_output() if full_disk else contextlib.nullcontext():
                 done = main(argv) or 0
             sys.stdout.flush()  # an error at exit would come too late to report
             return done
@@ -106,7 +106,8 @@ def explain(error: BaseException, full_disk: type[UserError] | None) -> tuple[in
     if code is not None or not isinstance(error, Exception):
         return code, message
     if is_out_of_memory(error):
-        message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model or smaller batches."
+        remedy = "Lower --micro_batch_size or --max_seq_len, or choose a smaller model"
+        message = f"Out of memory ({message or 'the allocation failed'}). {remedy}."
         return MemoryExhausted.exit_code, message
     if not isinstance(error, OSError):
         return None, message
@@ -127,16 +128,16 @@ class Unbreakable:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        with self.dropping():
+        with self.drop_unencodable():
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self.dropping():
+        with self.drop_unencodable():
             self.stream.flush()
 
     @contextlib.contextmanager
-    def dropping(self) -> Iterator[None]:
+    def drop_unencodable(self) -> Iterator[None]:
         try:
             yield
         except UnicodeError:  # only this text cannot be written
@@ -157,8 +158,8 @@ def drop(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def unbreakable_output() -> Iterator[None]:
-    """Make printing inside never raise, and print on rank 0 only."""
+def safe_output() -> Iterator[None]:
+    """Ignore errors of printing in this context, and print on rank 0 only."""
     with contextlib.ExitStack() as stack:
         out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))
         if world().rank:

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.chat import Template
-from common.checkpoint import WEIGHTS_FILES, Checkpoint, open_checkpoint, stored_config, stored_weights, write_files
+from common.checkpoint import (
+    WEIGHTS_FILES,
+    Checkpoint,
+    build_stored_config,
+    open_checkpoint,
+    select_stored_weights,
+    write_files,
+)
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
 from common.lora import add_adapters, find_base
@@ -44,8 +51,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         os.replace(temporary, out)
     except OSError as problem:
         raise CheckpointError(
-            f"{out} could not be written: {problem.strerror or problem}. Nothing was kept. Fix that, or name another "
-            "folder."
+            f"{out} could not be written ({problem.strerror or problem}), and the incomplete folder was deleted. Free "
+            "disk space, check the permissions, or name another folder."
         ) from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -63,8 +70,8 @@ def write_weights_checkpoint(
 
     Raises what `new_folder` raises.
     """
-    weights = to_device(stored_weights(model), copy=False)
-    config = json_bytes(stored_config(model, tokenizer.kind, template))
+    weights = to_device(select_stored_weights(model), copy=False)
+    config = json_bytes(build_stored_config(model, tokenizer.kind, template))
     with new_folder(out) as folder:
         write_files(
             folder,

@@ -28,7 +28,7 @@ class TensorEntry(NamedTuple):
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()  # rows of each of `theirs`, if ours is their concatenation
     transposed: bool = False
-    absent: torch.Tensor | None = None  # the value to export if our model lacks this tensor
+    default: torch.Tensor | None = None  # the value to export if our model lacks this tensor
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = tensor.split(self.rows) if self.rows else (tensor,)
@@ -63,8 +63,8 @@ def to_hf_tensors(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
     tensors: Tensors = {}
     for entry in expand_layers(table, config):
         if (tensor := state.get(entry.ours)) is None:
-            assert entry.absent is not None, entry.ours
-            tensor = entry.absent.clone()  # safetensors refuses shared memory
+            assert entry.default is not None, entry.ours
+            tensor = entry.default.clone()  # safetensors refuses shared memory
         tensors |= zip(entry.theirs, entry.split(tensor), strict=True)
     return tensors
 

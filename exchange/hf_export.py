@@ -39,7 +39,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDiffer
     model, tokenizer = load_in_fp32(checkpoint)
     shape, state = model.config, model.state_dict()
     if (vocab_size := hf_vocab_size(tokenizer)) > shape.vocab_size:
-        shape, state = extend_vocabulary(shape, state, vocab_size, twin=find_least_likely_id(model, tokenizer))
+        shape, state = extend_vocabulary(shape, state, vocab_size, source_id=find_least_likely_id(model, tokenizer))
     config, tensors = to_hf(shape, state)
     template = checkpoint.chat_template()
     described = {

@@ -87,7 +87,7 @@ def gpt2_table(config: ModelConfig) -> Table:
 
     def layer(ours: str, theirs: str, rows: int, transposed: bool) -> Table:
         weight, bias = linear_entries(ours, [f"transformer.{theirs}"], has_bias=True)
-        return [weight._replace(transposed=transposed), bias._replace(absent=torch.zeros(rows))]
+        return [weight._replace(transposed=transposed), bias._replace(default=torch.zeros(rows))]
 
     return [
         TensorEntry("token_embedding.weight", ("transformer.wte.weight",)),

@@ -152,7 +152,7 @@ def llama_table(config: ModelConfig) -> Table:
     layer, theirs = "blocks.{}", "model.layers.{}"
 
     def norm(ours: str, name: str, width: int) -> TensorEntry:
-        return TensorEntry(f"{ours}.weight", (f"{name}.weight",), absent=torch.ones(width))
+        return TensorEntry(f"{ours}.weight", (f"{name}.weight",), default=torch.ones(width))
 
     def stacked(ours: str, names: Sequence[str], has_bias: bool, rows: tuple[int, ...]) -> Table:
         return linear_entries(f"{layer}.{ours}", [f"{theirs}.{name}" for name in names], has_bias, rows)

@@ -107,11 +107,13 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
     )
 
 
-def extend_vocabulary(config: ModelConfig, state: Tensors, vocab_size: int, twin: int) -> tuple[ModelConfig, Tensors]:
-    """Enlarge the vocabulary of our model: each added id gets the rows of the id `twin`."""
+def extend_vocabulary(
+    config: ModelConfig, state: Tensors, vocab_size: int, source_id: int
+) -> tuple[ModelConfig, Tensors]:
+    """Enlarge the vocabulary of our model: each added id gets the rows of the id `source_id`."""
     added = vocab_size - config.vocab_size
     rows = {
-        name: torch.cat([state[name], state[name][twin].expand(added, -1)])  # (vocab_size, C)
+        name: torch.cat([state[name], state[name][source_id].expand(added, -1)])  # (vocab_size, C)
         for name in ("token_embedding.weight", "head.weight")
     }
     return dataclasses.replace(config, vocab_size=vocab_size), state | rows

@@ -30,7 +30,7 @@ const rounded = (count) => (count >= 1e7 ? Math.round(count / 1e6) : (count / 1e
 byId("about").textContent =
   `${name} has ${rounded(parameters)} million parameters` +
   (given.trained_on ? ` and was trained on ${rounded(given.trained_on)} million tokens of ${chat ? "conversations" : "text"}. ` : ". ") +
-  "It knows nothing else, and makes things up. It is part of this file and computes in your browser: nothing that you type leaves your device.";
+  "It knows nothing else and makes things up. It runs in your browser: nothing that you type leaves your device.";
 text.value = given.example;
 byId("length").max = 4 * config.max_seq_len;
 byId("length").value = Math.min(200, 4 * config.max_seq_len);
@@ -69,7 +69,7 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   if (go.disabled) return;
   if (chat && !text.value.trim()) {
-    news.textContent = "This model answers: type a question.";
+    news.textContent = "This is a chat model. Type a question.";
     return;
   }
   const length = +byId("length").value, settings = { length, temperature: +byId("temperature").value, topP: +byId("top_p").value };

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.chat import ChatML, Template, require_end_of_text_id
-from common.checkpoint import open_checkpoint, stored_weights
+from common.checkpoint import open_checkpoint, select_stored_weights
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.tensors import Uninitialized, meta_model
@@ -71,7 +71,7 @@ def export_page(path: str | Path, out: Path, kind: str) -> tuple[int, RoundingCo
         "trained_on": saved.data.get("train_tokens") if saved else None,
         "example": example_prompt(checkpoint, tokenizer),
     }
-    packed = {name: pack(name, weights, kind) for name, weights in stored_weights(model).items()}
+    packed = {name: pack(name, weights, kind) for name, weights in select_stored_weights(model).items()}
     page = render_page(description, b"".join(each.data for each in packed.values()))
     with Uninitialized():
         rounded = TransformerLanguageModel(config).eval()
@@ -92,14 +92,12 @@ def require_page_export(config: ModelConfig, tokenizer: Tokenizer, template: Tem
         if not problem and tokenizer.bos_id is not None:
             problem = f"it adds {tokenizer.decode([tokenizer.bos_id])} before each text"
         if problem:
-            raise ConfigError(
-                f"The page supports only tokenizers as trained by this project. This one cannot be exported: {problem}."
-            )
+            raise ConfigError(f"Only tokenizers trained by this project can be exported to a page: {problem}.")
     if isinstance(template, ChatML):
         raise ConfigError("The page does not support ChatML, this model's chat template. Use tools/export_hf.py.")
     if template:
         require_end_of_text_id(tokenizer)
-    weights = stored_weights(meta_model(config))
+    weights = select_stored_weights(meta_model(config))
     size = sum(packed_size(tensor.shape, kind) for tensor in weights.values()) * 4 // 3
     if size > MAX_PAGE_BYTES:
         smaller = "--type int8 takes about half of that. Or export" if kind == "f16" else "Export"
@@ -120,7 +118,7 @@ def describe_model(
     model: TransformerLanguageModel, tokenizer: Tokenizer, template: Template | None, kind: str, name: str
 ) -> dict[str, Any]:
     """Return what page_model.js needs in addition to the weights. Vectors are listed with 0 rows."""
-    shapes = {name: list(weights.shape) for name, weights in stored_weights(model).items()}
+    shapes = {name: list(weights.shape) for name, weights in select_stored_weights(model).items()}
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     return {
         "name": replace_surrogates(name),
@@ -164,10 +162,8 @@ def render_page(description: dict[str, Any], weights: bytes) -> bytes:
         return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
     show_tokens = f"function showTokens(element, props, watch) {{\n{read(DEMO_FOLDER / 'demo_tokens.js')}\n}}\n"
-    script, style = (
-        show_tokens + read(PAGE_FOLDER / "page.js"),
-        read(DEMO_FOLDER / "demo_page.css", PAGE_FOLDER / "page.css"),
-    )
+    script = show_tokens + read(PAGE_FOLDER / "page.js")
+    style = read(DEMO_FOLDER / "demo_page.css", PAGE_FOLDER / "page.css")
     parts = {
         "script": script,
         "script_hash": csp_hash(script),

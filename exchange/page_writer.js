@@ -91,7 +91,7 @@ class Writer {
     let ids = encode(messages), left = 0;
     while (ids.length > room && left + 2 < messages.length) ids = encode(messages.slice((left += 2)));
     if (ids.length > this.context)
-      throw new Error(`The question makes ${ids.length} tokens, and the model reads ${this.context}. Ask a shorter one.`);
+      throw new Error(`The question has ${ids.length} tokens, but the context is ${this.context}. Ask a shorter one.`);
     return { ids, left };
   }
 
@@ -147,7 +147,7 @@ class Writer {
         await breathe();
         sent = performance.now();
       }
-      // `reread_full_rows` of generation/stream.py: when the context is full, continue from its second half.
+      // `prefill_full_rows` of generation/stream.py: when the context is full, continue from its second half.
       if (this.model.held.length === this.context) {
         const keep = Math.max(1, this.context >> 1);
         this.model.held = [];
@@ -156,7 +156,7 @@ class Writer {
       hidden = this.model.read(token);
     }
     postMessage({ tokens, count, seconds: (performance.now() - started) / 1000 });
-    postMessage({ done: ended ? "ended by itself" : this.stopped ? "stopped" : "length reached", left });
+    postMessage({ done: ended ? "stopped at the end of the text" : this.stopped ? "stopped" : "token limit reached", left });
   }
 }
 
@@ -171,6 +171,6 @@ onmessage = async ({ data }) => {
     } else await writer.write(data);
   } catch (problem) {
     const isMemory = problem instanceof RangeError;
-    postMessage({ problem: isMemory ? "This device has too little memory for the model." : problem.message });
+    postMessage({ problem: isMemory ? "This device does not have enough memory for the model." : problem.message });
   }
 };

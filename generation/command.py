@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from common.chat import Message, Template
-from common.checkpoint import newest_run, open_checkpoint
+from common.checkpoint import find_newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
 from common.output import cell, printable, table_row
@@ -58,7 +58,7 @@ def run(request: Request, sampling: Sampling) -> None:
         return print_scores(request)
     if request.compare:
         return print_comparison(request, sampling)
-    checkpoint = open_checkpoint(request.checkpoint or newest_run())
+    checkpoint = open_checkpoint(request.checkpoint or find_newest_run())
     template = None if request.raw else checkpoint.chat_template()
     training_text = TracedText.of(checkpoint) if request.trace else None
     opened = OpenModel(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
@@ -112,7 +112,7 @@ def print_scores(request: Request) -> None:
         print(f"Left out: {name}: {reason}.", file=sys.stderr)
     typed = {Path(name).resolve(): name for name in request.score}
     named = [(typed.get(source.path, source.name if source.note else str(source.path)), source) for source in sources]
-    checkpoint = open_checkpoint(request.checkpoint or newest_run())
+    checkpoint = open_checkpoint(request.checkpoint or find_newest_run())
     model, tokenizer = load_checkpoint(checkpoint, request.device, torch.float32)
     context = model.config.max_seq_len
     stride = max(1, context // 2) if request.stride is None else request.stride
@@ -128,7 +128,7 @@ def print_scores(request: Request) -> None:
             try:
                 scored = list(score_documents(model, tokenizer, documents, stride))
             except UnknownCharacterError as error:
-                raise TokenizerError(f"{name}: {error.finding}. The model cannot score it. Remove it.") from None
+                raise TokenizerError(f"{name} cannot be scored: {error.finding}. Remove these characters.") from None
         of_file = Score()
         for document in scored:
             of_file.add(document)
@@ -153,7 +153,7 @@ def print_scores(request: Request) -> None:
         guessed = score_next_sentences(
             model, tokenizer, sample_evenly(pieces, NEXT_SENTENCE_BYTES / max(1, total.bytes))
         )
-        if guessed.of:
+        if guessed.total:
             print(f"Next sentences picked correctly: {guessed}")
 
 

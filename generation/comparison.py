@@ -19,11 +19,11 @@ from generation.loading import load_checkpoint
 from generation.passages import (
     Passage,
     add_scores,
-    choose_spread,
+    can_encode,
     compare_scores,
     find_in_training,
     find_training_tokens,
-    is_known,
+    pick_evenly,
     read_held_out,
     score_next_sentences,
     score_passages,
@@ -156,7 +156,7 @@ def choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]]
         raise ConfigError("On conversations, only models with the same vocabulary can be compared.")
     found: dict[str, list[Passage]] = {}
     for whose in sorted(groups, key=lambda whose: whose != "all"):
-        passages = [one for one in choose_spread(groups[whose]) if all(is_known(each, one) for each in tokenizers)]
+        passages = [one for one in pick_evenly(groups[whose]) if all(can_encode(each, one) for each in tokenizers)]
         for other in contenders:
             others = [one for one in passages if other.text and one.text not in held_out[other.name]]
             learned = find_in_training(other.text, others) if other.text and others else set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Checkpoint, newest_run, open_checkpoint
+from common.checkpoint import Checkpoint, find_newest_run, open_checkpoint
 from common.errors import CheckpointError
 from common.machine import has_fast_bf16, pick_device
 from common.tensors import Uninitialized
@@ -28,7 +28,7 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     `device` is "auto", "cpu", "cuda" or "mps". Weights are bf16 if that is faster (`generation_dtype`), else fp32.
     Raises CheckpointError for a missing or damaged checkpoint, ConfigError for a missing device.
     """
-    return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
+    return load_checkpoint(open_checkpoint(find_newest_run() if path is None else path), device)
 
 
 def load_checkpoint(

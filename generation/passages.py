@@ -73,13 +73,13 @@ def split_into_passages(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
             start = end
 
 
-def choose_spread(items: Sequence[T]) -> list[T]:
+def pick_evenly(items: Sequence[T]) -> list[T]:
     """Return MAX_PASSAGES evenly spread items, or all."""
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, MAX_PASSAGES).astype(int))] if items else []
 
 
 def find_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> set[str]:
-    """Return the texts of the passages of which a part occurs in the training split of a token folder."""
+    """Return the texts of the passages that occur, at least in part, in the training split of a token folder."""
     tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
     ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[: metadata.train_tokens]
     parts = {passage.text: choose_parts(passage.text) for passage in passages}
@@ -103,7 +103,7 @@ def encode(tokenizer: Tokenizer, passage: Passage) -> np.ndarray:
     return passage.ids[1:] if passage.ids[0] == tokenizer.start_id else passage.ids
 
 
-def is_known(tokenizer: Tokenizer, passage: Passage) -> bool:
+def can_encode(tokenizer: Tokenizer, passage: Passage) -> bool:
     """Return whether the vocabulary has all characters of a passage."""
     try:
         return len(encode(tokenizer, passage)) > 1
@@ -150,14 +150,14 @@ def compare_scores(one: Sequence[Score], other: Sequence[Score]) -> Difference:
 class NextSentences(NamedTuple):
     """How many next sentences were picked correctly."""
 
-    right: int
-    of: int
+    correct: int
+    total: int
 
     def __str__(self) -> str:
-        return f"{self.right} of {self.of} (chance: {self.of / 2:g})"
+        return f"{self.correct} of {self.total} (chance: {self.total / 2:g})"
 
 
-class Place(NamedTuple):
+class SentenceBoundary(NamedTuple):
     """A place where a sentence ends and the next begins."""
 
     before: str
@@ -169,7 +169,7 @@ def score_next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, 
     """Count how often the model gives the true next sentence fewer bits per byte than one of similar length from
     elsewhere, at up to MAX_PASSAGES places. Pairs as in BLiMP and BabyLM, of text instead of grammar."""
     places = sorted(
-        choose_spread([place for text in texts for place in find_places(text)]), key=lambda place: len(place.sentence)
+        pick_evenly([place for text in texts for place in find_places(text)]), key=lambda place: len(place.sentence)
     )
     others = [place.sentence for place in (*places[1:], *places[-2:-1])]
     batch = list[tuple[Score, np.ndarray, int]]()
@@ -192,9 +192,9 @@ def score_next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, 
     return NextSentences(sum(true < other for true, other in zip(bits[::2], bits[1::2], strict=True)), len(bits) // 2)
 
 
-def find_places(text: str) -> Iterator[Place]:
+def find_places(text: str) -> Iterator[SentenceBoundary]:
     """Yield the places where a sentence of suitable length begins, with enough text before it."""
     for end, following in pairwise(SENTENCE_ENDS.finditer(text, MIN_CHARACTERS_BEFORE)):
         sentence = text[end.end() : following.start()]
         if MIN_SENTENCE <= len(sentence) <= MAX_SENTENCE:
-            yield Place(text[max(0, end.start() - MAX_CHARACTERS_BEFORE) : end.start()], end[0], sentence)
+            yield SentenceBoundary(text[max(0, end.start() - MAX_CHARACTERS_BEFORE) : end.start()], end[0], sentence)

@@ -19,8 +19,8 @@ class Sampling:
 
     max_new_tokens: int = option(200, "how", "tokens to generate at most", ge=0, le=MAX_NEW_TOKENS)
     temperature: float = option(0.8, "how", "randomness; 0 is greedy", ge=0)
-    top_k: int = option(0, "how", "only the N likeliest tokens, 0 is off", ge=0)
-    top_p: float = option(0.9, "how", "only the likeliest tokens, X in all; 1 is off", gt=0, le=1)
+    top_k: int = option(0, "how", "only the N most likely tokens; 0 is off", ge=0)
+    top_p: float = option(0.9, "how", "only the most likely tokens that sum to X; 1 is off", gt=0, le=1)
     repetition_penalty: float = option(1.0, "how", "over 1: repeat less", ge=0.01, le=100)
     stop: tuple[NonEmptyText, ...] = option((), "how", "stop before this text; repeatable")
     seed: int = option(1337, "how", "seed of the first continuation", ge=0)

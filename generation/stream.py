@@ -30,45 +30,45 @@ def stream(
     """Yield the next token of each row, and its logits in fp32, (B, V), max_new_tokens times.
 
     `bias`, (V,), is added to the logits before a token is chosen; see `forbid_unused_ids`. Row i has the seed
-    `sampling.seed + i`, so its random numbers do not depend on the batch. (In bf16 the rounding does, which may change
-    a choice.)
+    `sampling.seed + i`, so its random numbers do not depend on the batch. (In bf16 the rounding does, which may
+    change a sampled token.)
 
     On a GPU the next step is queued before the host reads the token, so that the GPU never waits for the host. Hence
-    everything that depends on tokens stays on the device. Only a full context has to wait.
+    everything that depends on tokens stays on the device. The host waits only when the context is full.
     """
     rows = [list(row) for row in rows]
     exact = exact_device(model.device)  # the device on which tokens are chosen
     uniforms = torch.stack([draw_uniforms(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
     penalties = Penalties(sampling, rows, bias)
     context, ahead = model.config.max_seq_len, runs_ahead(model.device)
-    cache, following = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    cache, next_logits = prefill(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
     recorder = build_recorder(model.device)
     if recorder is not None and sampling.max_new_tokens >= MIN_RECORDED_TOKENS and max(cache.lengths) < context:
         decoder = None
         try:
             with without_cudnn(model.device):
-                decoder = RecordedDecoder(model, cache, following, penalties, uniforms, sampling, recorder)
+                decoder = RecordedDecoder(model, cache, next_logits, penalties, uniforms, sampling, recorder)
         except RuntimeError as error:  # memory may be too small for a second cache
             say_once(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
         if decoder is not None:
             yield from replay(decoder, rows, sampling.max_new_tokens)
             return
     for t in range(sampling.max_new_tokens):
-        logits = following.to(exact).float()
+        logits = next_logits.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
         penalties.count(tokens)
-        arrive = send_to_host(tokens)
+        fetch_tokens = send_to_host(tokens)
         is_last = t + 1 == sampling.max_new_tokens
         queued = ahead and not is_last and max(cache.lengths) < context
         if queued:
-            following = step(model, cache, tokens)
-        values = arrive()
+            next_logits = decode_one_token(model, cache, tokens)
+        values = fetch_tokens()
         for row, token in zip(rows, values, strict=True):
             row.append(token)
         yield values, logits
         if not queued and not is_last:
-            reread_full_rows(model, cache, rows)
-            following = step(model, cache, tokens.to(model.device))
+            prefill_full_rows(model, cache, rows)
+            next_logits = decode_one_token(model, cache, tokens.to(model.device))
 
 
 def replay(
@@ -85,13 +85,13 @@ def replay(
         if is_full:
             decoder.choose()
             queued.append((send_to_host(decoder.tokens), decoder.logits.clone()))
-        arrive, logits = queued.popleft()
-        values = arrive()
+        fetch_tokens, logits = queued.popleft()
+        values = fetch_tokens()
         for row, token in zip(rows, values, strict=True):
             row.append(token)
         yield values, logits
         if is_full and t + 1 < max_new_tokens:
-            reread_full_rows(decoder.model, decoder.cache, rows)
+            prefill_full_rows(decoder.model, decoder.cache, rows)
             with without_cudnn(decoder.model.device):
                 decoder.read()
 
@@ -116,11 +116,11 @@ def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     copied = torch.cuda.Event()
     copied.record()
 
-    def arrive() -> list[int]:
+    def fetch_tokens() -> list[int]:
         copied.synchronize()
         return values.tolist()
 
-    return arrive
+    return fetch_tokens
 
 
 def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -129,12 +129,12 @@ def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Non
     return sdpa_kernel(kernels) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def step(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+def decode_one_token(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
     with without_cudnn(model.device):
         return model.next_logits(cache, tokens)
 
 
-def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) -> tuple[KVCache, torch.Tensor]:
+def prefill(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) -> tuple[KVCache, torch.Tensor]:
     """Read the last max_seq_len tokens of each row into a cache with room for `capacity`. Return the cache and the
     logits of each row's next token, (B, V).
 
@@ -152,7 +152,7 @@ def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) 
     return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
 
 
-def reread_full_rows(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
+def prefill_full_rows(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
     """Read the second half of rows that fill the context again, without the last token, which is the next input.
 
     Sliding by one token would change all positions, so each token would cost a full pass. Only full rows are read
@@ -164,7 +164,7 @@ def reread_full_rows(model: TransformerLanguageModel, cache: KVCache, rows: list
     keep = max(1, model.config.max_seq_len // 2)
     lengths = list(cache.lengths)
     if keep > 1:
-        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep)
+        fresh, _ = prefill(model, [rows[i][-keep:-1] for i in full], keep)
         cache.keys[:, full, :, :keep], cache.values[:, full, :, :keep] = fresh.keys, fresh.values
     for i in full:
         lengths[i] = keep - 1

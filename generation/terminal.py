@@ -36,9 +36,9 @@ def interact(
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
     if template is None:
-        print("Type a text to continue, or quit.")
+        print("Type a text to continue. quit exits.")
     else:
-        print("Ask something. /reset forgets the conversation, quit ends.")
+        print("Type a message. /reset starts a new conversation, quit exits.")
     turns: list[Message] = []
     forgets = False
     while True:
@@ -51,7 +51,7 @@ def interact(
             return
         if template and line.strip() == "/reset":
             turns.clear()
-            print("Conversation forgotten.")
+            print("New conversation.")
         elif line.strip():
             try:
                 if template is None:

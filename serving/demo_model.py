@@ -33,7 +33,7 @@ from tokenizer import Tokenizer
 from tokenizer_base import replace_surrogates
 
 NUM_LIKELIEST = 8
-MAX_TOKENS = 4_096  # other visitors wait meanwhile
+MAX_TOKENS = 4_096  # limits how long other visitors wait
 SHOW_INTERVAL_SECONDS = 0.05
 END_LABEL = "end of text"
 
@@ -61,48 +61,46 @@ class Card:
 
     index: int
     turns: list[Turn] = field(default_factory=list)
-    fresh: list[Event] = field(default_factory=list)  # not sent to the page yet
+    pending: list[Event] = field(default_factory=list)  # not sent to the page yet
     writing: Iterator[None] | None = None  # None when it is done
     note: str = ""  # note while writing
     remark: str = ""  # appended to the last note
 
-    def tell(self, **what: Any) -> None:
-        self.fresh.append({"card": self.index, **what})
+    def add_event(self, **what: Any) -> None:
+        self.pending.append({"card": self.index, **what})
 
-    def take(self) -> list[Event]:
-        fresh, self.fresh = self.fresh, []
-        return fresh
+    def drain(self) -> list[Event]:
+        pending, self.pending = self.pending, []
+        return pending
 
     def fail(self, problem: Exception) -> None:
-        said = str(problem)
+        message = str(problem)
         if is_out_of_memory(problem):
-            said = "The text does not fit in memory. Choose fewer checkpoints or a shorter text."
+            message = "The text does not fit in memory. Choose fewer checkpoints or a shorter text."
         elif getattr(problem, "exit_code", None) is None:  # a bug: print it for whoever runs the page
             traceback.print_exception(problem)
-            said = f"The program failed: {type(problem).__name__}. See its terminal."
+            message = f"The program failed: {type(problem).__name__}. See its terminal."
         self.end("")
-        self.tell(problem=said)
+        self.add_event(problem=message)
 
     def end(self, note: str) -> None:
         self.writing = None
-        self.tell(note=note + self.remark if note else "")
-        self.tell(running=False)
+        self.add_event(note=note + self.remark if note else "")
+        self.add_event(running=False)
 
     def begin(self, turn: Turn, served: ServedModel, ids: list[int], sampling: Sampling) -> None:
         """Show the turn, and prepare to write the continuation of `ids`."""
         for added in (turn, Turn("model")):
             self.turns.append(added)
-            self.fresh += [{"card": self.index, **event} for event in added.events()]
-        self.tell(running=True)
+            self.pending += [{"card": self.index, **event} for event in added.events()]
+        self.add_event(running=True)
         self.writing = self.write(served, ids, sampling)
 
     def write(self, served: ServedModel, ids: list[int], sampling: Sampling) -> Iterator[None]:
         turn, started = self.turns[-1], time.perf_counter()
         is_answer = self.turns[-2].who == "user"
-        completion, bias = (
-            Completion(served.tokenizer, sampling.stop),
-            forbid_unused_ids(served.model, served.tokenizer),
-        )
+        completion = Completion(served.tokenizer, sampling.stop)
+        bias = forbid_unused_ids(served.model, served.tokenizer)
         for (token,), logits in stream(served.model, [ids], sampling, bias):
             (chosen,) = compute_likelihoods(logits, [token], NUM_LIKELIEST, bias)
             rank = 1 + int((logits[0] > logits[0, token]).sum())
@@ -112,15 +110,15 @@ class Card:
             entry = token_entry(text, chosen, rank, served.tokenizer)
             turn.tokens.append(entry)
             turn.text += text
-            self.tell(token=entry)
+            self.add_event(token=entry)
             count, seconds = completion.tokens, max(time.perf_counter() - started, 1e-9)
             self.note = f"{count:,} token{'s' * (count > 1)}, {count / seconds:,.0f} tokens/s, seed {sampling.seed}"
             yield
             if completion.ended:
                 break
-        self.end(f"{self.note}, {'ended by itself' if completion.ended else 'length reached'}")
+        self.end(f"{self.note}, {'stopped at the end of the text' if completion.ended else 'token limit reached'}")
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Write one token, or end."""
         try:
             if self.writing is not None:
@@ -161,8 +159,8 @@ def complete(library: Library, names: Sequence[str], prompt: str, given: Mapping
     given = with_seed(given)
     cards = [Card(index) for index in range(len(names))]
     for name, card in zip(names, cards, strict=True):
-        card.tell(note="Reading the checkpoint")
-        yield card.take()
+        card.add_event(note="Reading the checkpoint")
+        yield card.drain()
         try:
             served = library.open(name)
             sampling = build_sampling(given)
@@ -175,7 +173,7 @@ def complete(library: Library, names: Sequence[str], prompt: str, given: Mapping
                 card.begin(Turn("user", prompt), served, ids, sampling)
         except Exception as problem:
             card.fail(problem)
-    yield from write_in_turn(cards)
+    yield from write_round_robin(cards)
 
 
 def converse(
@@ -188,9 +186,9 @@ def converse(
     pairs = zip(history[::2], history[1::2], strict=True)
     card = Card(0, [turn for pair in pairs if pair[1].text.strip() for turn in pair])
     begun = open_cards(library, [name]) if name else {"cards": [{}]}
-    card.fresh = [begun, *({"card": 0, **event} for turn in card.turns for event in turn.events())]
-    card.tell(note="Reading the checkpoint")
-    yield card.take(), card.turns
+    card.pending = [begun, *({"card": 0, **event} for turn in card.turns for event in turn.events())]
+    card.add_event(note="Reading the checkpoint")
+    yield card.drain(), card.turns
     try:
         if not name:
             raise ConfigError("Choose a checkpoint.")
@@ -205,23 +203,23 @@ def converse(
         card.begin(Turn("user", question), served, ids, sampling)
     except Exception as problem:
         card.fail(problem)
-    for events in write_in_turn([card]):
+    for events in write_round_robin([card]):
         yield events, card.turns
 
 
-def write_in_turn(cards: list[Card]) -> Iterator[list[Event]]:
+def write_round_robin(cards: list[Card]) -> Iterator[list[Event]]:
     """Yield events while the cards write in turn."""
     shown = time.monotonic()
     while any(card.writing for card in cards):
         for card in cards:
-            card.go_on()
+            card.advance()
         running = [card for card in cards if card.writing is not None]  # a finished card keeps its last note
         if time.monotonic() - shown >= SHOW_INTERVAL_SECONDS:
             for card in running:
-                card.tell(note=card.note)
-            yield [event for card in cards for event in card.take()]
+                card.add_event(note=card.note)
+            yield [event for card in cards for event in card.drain()]
             shown = time.monotonic()
-    yield [event for card in cards for event in card.take()]
+    yield [event for card in cards for event in card.drain()]
 
 
 def open_cards(library: Library, names: Sequence[str]) -> Event:
@@ -248,7 +246,7 @@ def encode_chat(messages: list[Message], sampling: Sampling, served: ServedModel
     ids = served.chat.prompt_ids(served.tokenizer, messages, max_prompt_tokens(served.model, sampling))
     if len(ids) > (context := served.model.config.max_seq_len):
         raise ConfigError(
-            f"The last question has {len(ids):,} tokens, but the context of {served.name} is {context:,}."
+            f"The last question has {len(ids):,} tokens, but the context of {served.name} is {context:,}. Shorten it."
         )
     return ids
 

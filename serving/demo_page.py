@@ -62,12 +62,12 @@ def make_page(library: Library) -> gr.Blocks:
     def choices() -> list[tuple[str, str]]:
         return [(found.name, str(found.path)) for found in library.find()]
 
-    def answerers() -> list[tuple[str, str]]:
+    def list_chat_models() -> list[tuple[str, str]]:
         return [(found.name, str(found.path)) for found in library.find() if found.answers]
 
     def find_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
         """Refresh the checkpoints, and keep the current choice if it still exists."""
-        there, answering = choices(), answerers()
+        there, answering = choices(), list_chat_models()
         paths, answering_paths = [path for _, path in there], [path for _, path in answering]
         kept = [path for path in chosen or [] if path in paths]
         chooses = {} if kept and kept == chosen else {"value": kept or paths[:1]}
@@ -116,9 +116,11 @@ def make_page(library: Library) -> gr.Blocks:
                         go = gr.Button("Generate", variant="primary", scale=2, min_width=120)
                         stop = gr.Button("Stop", min_width=80)
                     texts = build_tokens_view()
-                with gr.Tab("Conversation", visible=bool(answerers())) as conversation:
+                with gr.Tab("Conversation", visible=bool(list_chat_models())) as conversation:
                     answerer = gr.Dropdown(
-                        answerers(), value=next((path for _, path in answerers()), None), label="Checkpoint"
+                        list_chat_models(),
+                        value=next((path for _, path in list_chat_models()), None),
+                        label="Checkpoint",
                     )
                     dialogue = build_tokens_view()
                     question = gr.Textbox(label="Question", max_lines=8, placeholder="What is the capital of France?")

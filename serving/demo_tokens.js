@@ -93,7 +93,7 @@ function open(token) {
   token.closest(".turn").querySelectorAll('.token[tabindex="0"]').forEach((node) => (node.tabIndex = -1));
   token.tabIndex = 0;
   table.querySelector(".which").textContent = visible(label);
-  table.querySelector(".how").textContent = `${percent(p)}, ${rank === 1 ? "the likeliest" : `choice ${rank.toLocaleString()}`}`;
+  table.querySelector(".how").textContent = `${percent(p)}, ${rank === 1 ? "most likely" : `choice ${rank.toLocaleString()}`}`;
   const rows = likeliest.map(([text, share], i) => row(i + 1, text, share, i + 1 === rank));
   if (rank > likeliest.length) rows.push(row(rank, label, p, true));
   table.querySelector("tbody").replaceChildren(...rows);

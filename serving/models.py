@@ -81,10 +81,8 @@ class Library:
                 self.loaded.popitem(last=False)
             checkpoint = open_checkpoint(path)
             model, tokenizer = load_checkpoint(checkpoint, self.device)
-            before = (
-                identity,
-                ServedModel(run_folder(path).name or "model", model, tokenizer, checkpoint.chat_template()),
-            )
+            served = ServedModel(run_folder(path).name or "model", model, tokenizer, checkpoint.chat_template())
+            before = identity, served
         self.loaded[path] = before
         return before[1]
 

@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m extras`, import only files that have such tests: it takes as long as running half of them."""
+    """Import only files with extras tests for `-m extras`: importing all takes as long as running half of them."""
     is_other = config.option.markexpr == "extras" and collection_path.suffix == ".py"
     return True if is_other and "mark.extras" not in collection_path.read_text(encoding="utf-8") else None
 
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws does not depend on the tests before it, which run in another order each time.
+    """Make a test's random numbers independent of the tests before it, whose order varies.
 
-    And a training collects garbage when it begins: not through all that tests have imported, time and again.
+    Training collects garbage when it begins; freezing keeps that from scanning everything that tests have imported.
     """
     torch.manual_seed(0)
     gc.freeze()
@@ -79,7 +79,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
-    """What a test starts ends with it, also if it fails."""
+    """End the processes that a test started, also if it fails."""
     Forked.started.clear()
     with leftovers.ended():
         yield

@@ -67,7 +67,7 @@ class Forked:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """To a process that has ended: nothing."""
+        """Send a signal, unless the process has ended."""
         if self.returncode is None:
             os.kill(self.process.pid, number)
 
@@ -81,7 +81,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float = 60) -> tuple[str, str]:
-        """What is left to be read of both streams. A process that is still there after `timeout` seconds is killed."""
+        """Return the rest of both streams. Kills a process that is still there after `timeout` seconds."""
         late = threading.Timer(timeout, self.kill)
         late.start()
         said: list[str] = []
@@ -111,7 +111,7 @@ def run(
 
 
 def fork_what_is_measured(patch: pytest.MonkeyPatch, benchmark: ModuleType = measure) -> None:
-    """What a benchmark runs as scripts is run as here."""
+    """Run the scripts of a benchmark as forks."""
     patch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
 
 

@@ -1,4 +1,4 @@
-"""What several tests write or build: text, a token folder made by hand, the flags of a tiny run."""
+"""Shared by tests: generated text, a handmade token folder, the flags of a tiny run."""
 
 from __future__ import annotations
 

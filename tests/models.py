@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.chat import Template
-from common.checkpoint import stored_config, stored_weights
+from common.checkpoint import build_stored_config, select_stored_weights
 from common.files import json_bytes, sha256_file
 from common.lora import LoRA, adapters_of, add_adapters, lora_of
 from common.tensors import Content, to_device
@@ -55,10 +55,10 @@ def save_checkpoint(
 ) -> None:
     weights = "model.safetensors" if lora_of(model) is None else "adapter.safetensors"
     contents: dict[str, Content] = {
-        weights: to_device(stored_weights(model)),
+        weights: to_device(select_stored_weights(model)),
         "optimizer.safetensors": to_device(optimizer.tensors()),
         "tokenizer.json": tokenizer_file,
-        "config.json": json_bytes(stored_config(model, tokenizer_type, chat)),
+        "config.json": json_bytes(build_stored_config(model, tokenizer_type, chat)),
         "training_state.json": json_bytes(training_state),
     }
     Store(folder.parent).save(contents, folder)

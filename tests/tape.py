@@ -1,4 +1,4 @@
-"""To a CPU what CUDA graphs are to a GPU: operations are recorded once and repeated on the same tensors."""
+"""Imitate CUDA graphs on a CPU: record operations once and repeat them on the same tensors."""
 
 from __future__ import annotations
 

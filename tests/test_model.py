@@ -106,7 +106,7 @@ def test_parameter_names_are_the_published_ones() -> None:
 
 
 def test_flops_per_token_by_hand() -> None:
-    """Of a model of matrices alone, without biases and norm weights: 6 a weight, and 12 * L * T * C for attention."""
+    """A model of matrices only, without biases and norm weights: 6 per weight, and 12 * L * T * C for attention."""
     config = tiny_config(bias=False, norm="rmsnorm", position="rope")
     layer = 16 * 48 + 16 * 16 + 16 * 64 + 64 * 16  # qkv, out_proj, fc1, fc2
     by_hand = 6 * (2 * layer + 16 * 29) + 12 * 2 * 12 * 16
@@ -247,7 +247,7 @@ def test_a_single_bf16_vector_is_multiplied_like_any_other(bias: bool, shape: tu
     torch.testing.assert_close(y.float(), layer.float()(x), rtol=0.02, atol=0.02)
 
 
-def test_a_cache_that_was_cut_back_reads_on_from_there() -> None:
+def test_a_truncated_cache_continues_from_there() -> None:
     config = tiny_config()
     model = random_model(config)
     tokens = random_tokens(config, 2, 9)
@@ -374,7 +374,7 @@ def test_the_residual_stream_is_in_bf16_where_autocast_is(form: dict, dtype: tor
 
 
 def test_rms_norm_is_the_same_whatever_autocast_makes_of_it() -> None:
-    """In fp32 by itself: it is on the list of what autocast does in fp32 in some versions of PyTorch only."""
+    """It computes in fp32 itself, because autocast does so in some versions of PyTorch only."""
     x = torch.randn(3, 5, 16)
     for each in (x, x.bfloat16()):
         exact = each.float() / (each.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()

@@ -1,4 +1,4 @@
-"""What requirements*.txt ask for, and the versions that constraints*.txt name, fit together."""
+"""The ranges of requirements*.txt include the versions of constraints*.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASKED = ("requirements.txt", "requirements-dev.txt", "requirements-files.txt", "
 
 
 def read(name: str) -> dict[str, Specifier]:
-    """What the file says of each package: its one bound, or its version."""
+    """Return each package's bound or version in a file."""
     lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
     found = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
     return {requirement.name: Specifier(str(requirement.specifier)) for requirement in found}

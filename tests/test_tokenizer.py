@@ -99,7 +99,7 @@ def test_load_tokenizer_recognises_both_kinds(tmp_path: Path) -> None:
         ("[" * 100_000, "not valid JSON"),
         (
             '{"model": {"type": "BPE", "vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": [["a", "a"]]}}',
-            "not a byte-level",
+            "only byte-level BPE is supported",
         ),
     ],
 )

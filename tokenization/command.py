@@ -142,7 +142,10 @@ def choose_folder(options: Settings) -> str:
 
 def describe_replaced(path: Path) -> str:
     try:
-        names = ", ".join(map(escaped, TokenMetadata.read(path).source_names[:MAX_LISTED_NAMES])) or "another text"
+        names = (
+            ", ".join(map(escape_unprintable, TokenMetadata.read(path).source_names[:MAX_LISTED_NAMES]))
+            or "another text"
+        )
     except DataError:
         names = "another text"
     return f"{path.parent} holds the tokens of {names}, which are replaced."
@@ -281,7 +284,7 @@ def encode_sources(
             progress.start_at(chunk.bytes_read)
         for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
             writer.append(*encoded)
-            progress.reach(chunk.bytes_read)
+            progress.advance_to(chunk.bytes_read)
     return writer
 
 
@@ -354,10 +357,10 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
         lengths = tokenizer.byte_lengths
         texts = (tokenizer.decode([i]) for i in np.argsort(-lengths, kind="stable"))
         whole = itertools.islice((text for text in texts if "\ufffd" not in text), NUM_LONGEST_TOKENS)
-        print("Longest tokens:", ", ".join(f'"{escaped(text)}"' for text in whole))
+        print("Longest tokens:", ", ".join(f'"{escape_unprintable(text)}"' for text in whole))
     sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
     beginning = tokenizer.decode(sample).rstrip("\ufffd")  # the last token may hold a part of a character
-    print(f'The text begins: "{escaped(beginning)}"')
+    print(f'The text begins: "{escape_unprintable(beginning)}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.report, folder.metadata):
         if path.exists():
@@ -365,7 +368,7 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
     print(f"\nTrain on it:\n  {training_command(folder, metadata, options.tokenizer_file)}")
 
 
-def escaped(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -411,9 +414,9 @@ class ByteProgress:
         self.began = time.monotonic()
 
     def add(self, count: int) -> None:
-        self.reach(self.done + count)
+        self.advance_to(self.done + count)
 
-    def reach(self, done: int) -> None:
+    def advance_to(self, done: int) -> None:
         self.bar.update(done - self.done)
         self.done = done
         if seconds := self.seconds_if_due():

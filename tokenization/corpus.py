@@ -67,7 +67,7 @@ NOT_TEXT_SIGNATURES = {
     b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
 }
 ZERO_BYTES_ADVICE = (
-    "It has zero bytes, which text never has. Save it as plain text (UTF-8) in the program that wrote it."
+    "It contains NUL bytes, which text never does. Save it as plain text (UTF-8) in the program that wrote it."
 )
 
 

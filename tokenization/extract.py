@@ -1,5 +1,6 @@
-"""Extract text from files. The text of other formats is written once, as JSON Lines or UTF-8, and then read like any
-other, so later steps and the cost of a kill are the same for all formats. Unreadable files are left out."""
+"""Extract text from files. The text of other formats is written once, as JSON Lines or UTF-8, and then read like
+any other: later steps need not know the format, and a kill repeats no more work than with plain text. Unreadable files
+are left out."""
 
 from __future__ import annotations
 
@@ -48,13 +49,13 @@ from tokenization.sources.plain import choose_cleaner, read_subtitles
 from tokenization.sources.tables import Row, read_arrow, read_csv, read_parquet
 
 READERS_VERSION = 2  # raise it when readers change, so that older extracted files are not used
-CHECKED_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
+CLEANER_SAMPLE_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
 MAX_CLEANED_BYTES = 50_000_000  # a longer text stays as it is
 MAX_DOCUMENT_CHARACTERS = 5_000_000  # a longer document is split
 SEPARATOR_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
 STREAMED_SUFFIXES = (".parquet", ".arrow")  # read in parts on the hub; other files are copied first
 LINE_SUFFIXES = (*PLAIN_SUFFIXES, ".csv", ".tsv")
-FORMAT_SUFFIXES = {  # the last suffix is not read inside an archive
+FORMAT_SUFFIXES = {  # the last one, .zip, is not read inside another archive
     "text": TEXT_SUFFIXES,
     "chat": (*conversations.CHAT_SUFFIXES, ".csv", ".parquet", ".arrow", ".zip"),
 }
@@ -131,10 +132,10 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
     made = Readable([], [])
     with IsolatedReader() as isolated, OpeningProgress(len(sources)) as progress:
 
-        def read(work: Work, source: Source, is_foreign: bool) -> list[Source]:
+        def read(work: Work, source: Source, is_untrusted: bool) -> list[Source]:
             """Return the files that `work` makes of a source. If it cannot be read, return [] and record the reason."""
             try:
-                if is_foreign and not isinstance(source, HubSource):
+                if is_untrusted and not isinstance(source, HubSource):
                     return isolated.call(work, source, settings, progress.tell)
                 return work(source, settings)
             except OSError as problem:
@@ -145,17 +146,17 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
             except DataError as problem:
                 is_alone = len(sources) == 1 and source.member is None
                 if not isinstance(problem, UnreadableError) and (is_alone or isinstance(source, HubSource)):
-                    raise  # a single file is named by its path; a download may be tried again
+                    raise  # fail instead of skipping: there is no other file, or a retry may help
                 made.skipped.append((source.name, str(problem).removeprefix(source.place).strip(" ,:").rstrip(".")))
                 return []
 
         for source in sources:
             progress.begin(source.name)
-            for file in read(list_files, source, is_foreign=source.suffix == ".zip"):
+            for file in read(list_files, source, is_untrusted=source.suffix == ".zip"):
                 if missing := find_missing_packages([file]):
                     made.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
                     continue
-                for text in read(convert_to_text, file, is_foreign=file.suffix in (*KINDS, ".json")):
+                for text in read(convert_to_text, file, is_untrusted=file.suffix in (*KINDS, ".json")):
                     made.sources.append(text)
                     if text.left_out:
                         made.skipped.append((text.name, text.left_out))
@@ -202,7 +203,7 @@ def list_files(source: Source, settings: Settings) -> list[Source]:
     parts."""
     if isinstance(source, HubSource) and source.suffix not in STREAMED_SUFFIXES:
         with hub_errors(source.name):
-            source = write_extracted(source, source.suffix, read_beginning(source), "")
+            source = write_extracted(source, source.suffix, read_up_to_limit(source), "")
     return list_members(source) if source.suffix == ".zip" else [source]
 
 
@@ -250,13 +251,13 @@ def convert_json(source: Source, settings: Settings) -> Source:
 
 
 def convert_plain(source: Source, settings: Settings) -> Source:
-    """Return a text file in UTF-8, cleaned of what is not its own text."""
+    """Return a text file in UTF-8, without boilerplate, such as the licence of Project Gutenberg."""
     source = convert_encoding(source, settings)
     if not source.text_bytes:
         raise UnreadableError("it is empty")
     blocks = decode_blocks(source, lambda count: None)
     first = next(blocks)
-    cleaner = choose_cleaner(first[:CHECKED_CHARACTERS], source.suffix)
+    cleaner = choose_cleaner(first[:CLEANER_SAMPLE_CHARACTERS], source.suffix)
     if cleaner is None or source.text_bytes > MAX_CLEANED_BYTES:
         return source
     clean, note = cleaner
@@ -298,8 +299,8 @@ def check_records(source: Source, settings: Settings) -> Source:
 def write_extracted(
     source: Source, suffix: str, blocks: Iterable[bytes], note: str, *settings: str, tally: Tally | None = None
 ) -> Source:
-    """Write the blocks to a file in EXTRACTED, unless it exists, and the `tally` of its records beside it. Its name is
-    a hash of the source and the settings."""
+    """Write `blocks` to a file in EXTRACTED, named by a hash of the source and the settings, unless it exists. If a
+    `tally` counts bad records, describe them in a file beside it."""
     identity = [
         READERS_VERSION,
         str(source.path),
@@ -337,12 +338,12 @@ def write_lines(source: Source, note: str, settings: Settings, documents: Iterab
                 continue
             if isinstance(document, dict) and settings.format == "text":
                 try:
-                    document = columns.text_of(document)
+                    document = columns.read_text(document)
                 except ValueError as problem:
                     tally.skip(BadRecord(f"row {number}", str(problem)))
                     continue
                 if cleaner := choose_cleaner(
-                    document[:CHECKED_CHARACTERS], ""
+                    document[:CLEANER_SAMPLE_CHARACTERS], ""
                 ):  # a row may be a whole book of Project Gutenberg
                     document = cleaner[0](document)
             tally.good += 1
@@ -367,15 +368,13 @@ class Columns:
         self.text_key = text_key
         self.column: str | None = None
 
-    def text_of(self, row: Row) -> str:
+    def read_text(self, row: Row) -> str:
         """Return the text of a row. Raises UnreadableError if no column fits, ValueError if the value is not a text."""
         if self.column is None:
             self.column = find_text_key(row, self.text_key) or find_only_text(row)
         if self.column is None:
             names = ", ".join(map(str, row))
-            raise UnreadableError(
-                f'it has no column "{self.text_key}", but {names}; name the one with the text with --text_key'
-            )
+            raise UnreadableError(f'it has no column "{self.text_key}". Columns: {names}. Choose one with --text_key')
         value = row.get(self.column)
         if not isinstance(value, str | None):
             raise ValueError(f'its "{self.column}" is of type {type(value).__name__}, not a text')
@@ -405,7 +404,7 @@ def split_document(document: str, settings: Settings) -> Iterator[Row]:
         document = document[len(part) :]
 
 
-def read_beginning(source: Source) -> Iterator[bytes]:
+def read_up_to_limit(source: Source) -> Iterator[bytes]:
     """Yield the lines within `max_bytes` of a source, or the whole of a file without lines."""
     most, count = source.max_bytes if source.suffix in LINE_SUFFIXES else math.inf, 0
     for block in read_blocks(source):
@@ -441,7 +440,7 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
 
 def require_guess(sample: bytes) -> str:
     if 0 in sample:
-        raise UnreadableError("it has zero bytes; if it is UTF-16, use --encoding utf-16-le")
+        raise UnreadableError("it contains NUL bytes, so it is binary or UTF-16; for UTF-16, use --encoding utf-16-le")
     if not has_chardet():
         raise UnreadableError(
             "it is not UTF-8; name its encoding with --encoding, or `pip install chardet` to guess it"

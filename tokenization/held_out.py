@@ -1,5 +1,5 @@
-"""Choose the validation passages, a few thousand characters each, by a hash of their text. So every file gives its
-share, copies are on one side, and nothing moves when text is added or removed."""
+"""Choose the validation passages, a few thousand characters each, by a hash of their text. So each file contributes its
+share, copies land in the same split, and adding or removing text moves no other passage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from common.output import byte_size, cell
+from common.output import cell
 from tokenization.conversations import Conversation
 from tokenization.corpus import Source
 from tokenization.documents import PIECE_CHARACTERS, Piece, find_cut, find_letter_boundary
@@ -18,9 +18,9 @@ MIN_PASSAGE, MAX_PASSAGE = 2500, 8000  # characters; the last passage of a docum
 EXTRA_CHARACTERS = 1500  # mean number of characters beyond MIN_PASSAGE
 TYPICAL_PASSAGE = 4000  # characters
 MAX_HELD_OUT_BYTES = 40_000_000  # about ten million tokens, kept in memory until all else is encoded
-CHECKED_CHARACTERS = 200_000_000  # the share is checked in this much text: chance may be unkind to a small one
+MAX_CHECKED_CHARACTERS = 200_000_000  # characters in which the share is checked; in a small text it can be far off
 MAX_SHARE_FACTOR = 2.5  # a share larger or smaller than requested by this factor is rejected
-REPETITIVE_SHARE = 0.5  # text with a smaller share of different passages is repetitive
+REPETITIVE_SHARE = 0.5  # text with a smaller share of unique passages is repetitive
 MAX_LISTED_FILES = 5
 
 
@@ -96,17 +96,17 @@ def choose_held_out(read: Reader, share: float, total_bytes: int) -> tuple[HeldO
     text is held out.
     """
     limit = min(share, MAX_HELD_OUT_BYTES / total_bytes)
-    held_out, different, checked, hashes = HeldOut(limit), 0, 0, set[float]()
+    held_out, unique, checked, hashes = HeldOut(limit), 0, 0, set[float]()
     for passage, _ in held_out.mark_passages(read(lambda count: None)):
         checked += len(passage.text)
-        name = hash_passage(passage.text)
-        different += 0 if name in hashes else len(passage.text)
-        hashes.add(name)
-        if checked >= CHECKED_CHARACTERS:
+        digest = hash_passage(passage.text)
+        unique += 0 if digest in hashes else len(passage.text)
+        hashes.add(digest)
+        if checked >= MAX_CHECKED_CHARACTERS:
             break
     note = ""
-    if different < REPETITIVE_SHARE * checked:
-        note = f"Much of this text is repeated: only {byte_size(different)} of {byte_size(checked)} are different"
+    if unique < REPETITIVE_SHARE * checked:
+        note = f"Much of this text is repeated: only {unique / checked:.0%} of it is unique"
     is_far_off = not limit / MAX_SHARE_FACTOR <= held_out.share <= limit * MAX_SHARE_FACTOR
     is_small_share = limit < share and not note  # a huge text: few of the checked passages are held out
     return None if is_far_off and not is_small_share else held_out, note
@@ -152,35 +152,35 @@ def find_passage_end(text: str, start: int, is_whole: bool) -> int:
 
 
 def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
-    """Join consecutive passages of a document on one side, and yield them in pieces, cut where it changes no token. A
-    document ends where the side changes."""
-    run: list[Piece] = []
-    side, length = False, 0
+    """Join consecutive passages of a document that are in the same split, and yield them in pieces, cut where it
+    changes no token. A document ends where the split changes."""
+    pending: list[Piece] = []
+    is_validation, length = False, 0
 
     def piece(text: str, ends: bool) -> Piece:
-        first, last = run[0], run[-1]
+        first, last = pending[0], pending[-1]
         return Piece(text, first.begins_document, ends, last.line_break if ends else "", first.source, first.line)
 
     for passage, is_held in chosen:
-        if run and (begins_document(passage) or is_held != side):
-            yield piece("".join(each.text for each in run), True), side
-            run, length = [], 0
+        if pending and (begins_document(passage) or is_held != is_validation):
+            yield piece("".join(each.text for each in pending), True), is_validation
+            pending, length = [], 0
         if isinstance(passage, Conversation):
             yield passage, is_held
             continue
-        if not run:
-            passage, side = passage._replace(begins_document=True), is_held
-        run.append(passage)
+        if not pending:
+            passage, is_validation = passage._replace(begins_document=True), is_held
+        pending.append(passage)
         length += len(passage.text)
         if length > PIECE_CHARACTERS + MAX_PASSAGE:
-            text = "".join(each.text for each in run)
+            text = "".join(each.text for each in pending)
             cut = find_cut(text, PIECE_CHARACTERS) or find_letter_boundary(text, PIECE_CHARACTERS)
-            yield piece(text[:cut], False), side
-            line = run[0].line + text.count("\n", 0, cut)
-            run = [passage._replace(text=text[cut:], begins_document=False, line=line)]
+            yield piece(text[:cut], False), is_validation
+            line = pending[0].line + text.count("\n", 0, cut)
+            pending = [passage._replace(text=text[cut:], begins_document=False, line=line)]
             length = len(text) - cut
-    if run:
-        yield piece("".join(each.text for each in run), True), side
+    if pending:
+        yield piece("".join(each.text for each in pending), True), is_validation
 
 
 def hash_passage(text: str) -> float:

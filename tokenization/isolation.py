@@ -95,12 +95,12 @@ class IsolatedReader:
             while_waiting()
         if not line:
             raise UnreadableError(f"the library that reads it crashed (exit code {self.stop()})")
-        run_work = json.loads(line)
-        if "full_disk" in run_work:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), run_work["full_disk"])
-        if "reason" in run_work:
-            raise UnreadableError(run_work["reason"])
-        return [build_source(fields) for fields in run_work["sources"]]
+        answer = json.loads(line)
+        if "full_disk" in answer:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), answer["full_disk"])
+        if "reason" in answer:
+            raise UnreadableError(answer["reason"])
+        return [build_source(fields) for fields in answer["sources"]]
 
 
 def build_source(fields: dict[str, Any]) -> Source:

@@ -57,7 +57,7 @@ class TokenMetadata:
 
     @field_validator("source_files", mode="before")
     @classmethod
-    def usable(cls, value: Any) -> list[dict[str, Any]]:
+    def keep_usable(cls, value: Any) -> list[dict[str, Any]]:
         """Drop invalid entries, because training does not need them."""
         files = [file for file in value if isinstance(file, dict)] if isinstance(value, list | tuple) else []
         return [file for file in files if isinstance(file.get("name"), str) and isinstance(file.get("size"), int)]
@@ -156,7 +156,8 @@ def read_tokens(bin_path: Path, metadata: TokenMetadata, mapped: bool) -> np.nda
 
 
 def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
-    """Return the `.gz` of a missing token file. Raises DataError if it is missing too, or too small for the tokens."""
+    """Return the `.gz` to unpack because the token file is missing. Raises DataError if it is missing, too, or too
+    small."""
     packed = Path(f"{bin_path}.gz")
     if not packed.exists():
         raise DataError(f"{bin_path} is missing, but {metadata.path} describes it.")
@@ -240,8 +241,8 @@ def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, byt
     sha256 = hashlib.sha256(content).hexdigest()
     if metadata.tokenizer_sha256 not in (None, sha256):
         raise DataError(
-            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., but "
-            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written with them."
+            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., but {metadata.path.name} "
+            f"says {metadata.tokenizer_sha256[:16]}.... Use the one that was saved with the tokens."
         )
     if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
         raise DataError(

@@ -29,7 +29,7 @@ def choose_word_form(texts: Iterable[str]) -> WordForm:
     """Choose the word form of texts. Only marks inside words count, not those of an emoji."""
     marked_letter = re.compile(rf"[^\W\d_][{joining_character_class()}]+")
 
-    def marks_in(text: str) -> int:
+    def count_marks(text: str) -> int:
         return sum(len(found) - 1 for found in marked_letter.findall(text))
 
     letters = marks = marks_in_nfc = composed = 0
@@ -37,9 +37,9 @@ def choose_word_form(texts: Iterable[str]) -> WordForm:
         letters += sum(map(str.isalpha, text))
         if text.isascii():
             continue
-        nfc, found = unicodedata.normalize("NFC", text), marks_in(text)
+        nfc, found = unicodedata.normalize("NFC", text), count_marks(text)
         marks += found
-        marks_in_nfc += found if nfc == text else marks_in(nfc)
+        marks_in_nfc += found if nfc == text else count_marks(nfc)
         composed += len(text) - len(nfc)
     to_nfc = composed > MIN_MARKED_SHARE * letters
     has_marks = (marks_in_nfc if to_nfc else marks) > MIN_MARKED_SHARE * letters

@@ -41,12 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/serve.py").settings(argv, Options)
     require_packages("gguf", "xllamacpp")
     port, key = find_port(options.host, options.port), choose_key(options.host)
-    from common.checkpoint import newest_run, open_checkpoint  # imported here, because --help should not wait for torch
+    from common.checkpoint import (  # imported here, because --help should not wait for torch
+        find_newest_run,
+        open_checkpoint,
+    )
     from exchange.gguf_export import find_or_write_gguf
     from serving.llama import start
     from serving.models import run_folder
 
-    checkpoint = open_checkpoint(options.run or newest_run())
+    checkpoint = open_checkpoint(options.run or find_newest_run())
     name = run_folder(checkpoint.path).name or "model"
     try:
         file = find_or_write_gguf(checkpoint, name)

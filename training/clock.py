@@ -95,7 +95,7 @@ class Clock:
         """The reason if --max_hours ends the run here, and what to type; else empty."""
         hours = self.run.config.max_hours
         if hours and self.elapsed >= 3600 * hours:
-            return f"--max_hours {hours:g} is reached. The same command with a higher limit continues."
+            return f"--max_hours {hours:g} is reached. To continue, run the same command with a larger --max_hours."
         return ""
 
     @property
@@ -112,7 +112,7 @@ class Clock:
         if write is None:
             write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
         if run.mirror is not None:
-            write += write if run.mirror.copy_seconds is None else run.mirror.copy_seconds
+            write += write if run.mirror.last_copy_seconds is None else run.mirror.last_copy_seconds
         summary = min(SUMMARY_TOKENS * reading, MAX_SUMMARY_SHARE * 60 * run.config.minutes)
         if run.config.eval_interval:  # the last weights may be the best: written twice
             return step + evaluation + 2 * write + summary

@@ -93,7 +93,7 @@ def with_minutes(config: Config, minutes: float, of: float) -> Config:
 
 def require_suitable(config: Config) -> None:
     """Raise ConfigError if the configuration does not allow a companion."""
-    if not config.leaves_the_choice or config.data_dir:
+    if not config.needs_dial or config.data_dir:
         raise ConfigError(
             "--companion needs --input and --minutes alone, which choose the model: leave out --config, --init_from "
             "and --data_dir. To start from weights of your own, use --input and --init_from."
@@ -147,7 +147,7 @@ def find_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
     ask for another model."""
     kept, forecast = read_choice(wanted, DIAL_SOURCE)
     config = replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast)
-    previous = find_previous(wanted, open_mirror(wanted), is_trained=False)
+    previous = find_previous(wanted, open_mirror(wanted), will_train=False)
     if previous.checkpoint is None or previous.saved is None:
         return Base(config, is_chosen=bool(kept))
     state, then = previous.saved.state, previous.saved.config
@@ -169,7 +169,8 @@ def require_same_base(wanted: Config, then: dict[str, Any]) -> None:
     for key in (*MODEL_KEYS, "vocab_size", "tokenizer"):
         if key != "dropout" and wanted.is_explicit(key) and getattr(wanted, key) != then.get(key):
             raise ConfigError(
-                f"{wanted.run_dir} was trained with --{key} {then.get(key)}: give the same or leave it out. {otherwise}"
+                f"{wanted.run_dir} was trained with --{key} {then.get(key)}: use the same value or leave it out. "
+                f"{otherwise}"
             )
 
 
@@ -191,7 +192,7 @@ def has_changed(base: Base) -> bool:
 
 def note_setting_aside(requested: Config) -> None:
     """Print a note if the folder holds a run that had no companion, or another one."""
-    saved = find_previous(requested, open_mirror(requested), is_trained=False).saved
+    saved = find_previous(requested, open_mirror(requested), will_train=False).saved
     if saved is not None and resolve_path(saved.config.get("companion")) != resolve_path(requested.companion):
         print(
             f"Note       {requested.run_dir} holds a run with {saved.config.get('companion') or 'no companion'}. It is "
@@ -204,7 +205,7 @@ def choose_base(argv: list[str], wanted: Config, own: TextStats, started: float)
     text = measure_text(wanted)
     ratio = require_similar(own, text)
     dial = Dial(argv, text, wanted, started=started)
-    dial.own = own
+    dial.own_text = own
     config = dial.choose_config()
     assert config.forecast is not None
     seconds = 60 * (wanted.minutes - own_minutes(own, config)) * (1 - EVALUATING_SHARE)
@@ -254,7 +255,9 @@ def forecast_own(own: TextStats, companion: TextStats, base: Config, passes: flo
     size = block_parameters(base.num_layers, base.embed_dim)
     both = per_byte * expected_loss(size, letters + TRAIN_SHARE * companion.letters, passes)
     loss = alone - (COMPANION_GAIN - GAIN_PER_RATIO * max(0.0, ratio - SAME_KIND_RATIO)) * max(0.0, alone - both)
-    return OwnForecast(loss, own.letters / own.bytes * (UNMEASURED_ERROR_FACTOR * MEASURED_ERROR + own.doubt), alone)
+    return OwnForecast(
+        loss, own.letters / own.bytes * (UNMEASURED_ERROR_FACTOR * MEASURED_ERROR + own.difficulty_error), alone
+    )
 
 
 def block_parameters(num_layers: int, embed_dim: int) -> float:
@@ -285,7 +288,7 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
     weights = Checkpoint(best_weights(base.config, open_mirror(base.config), base.checkpoint))
     folder = str(find_or_tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights)))
     (now,) = map(TokenMetadata.read, find_metadata(Path(folder)))
-    previous = find_previous(requested, open_mirror(requested), is_trained=False)
+    previous = find_previous(requested, open_mirror(requested), will_train=False)
     saved, (kept, forecast) = previous.saved, read_choice(requested, DIAL_SOURCE)
     is_same_base = saved is None or saved.state.initialized_from == weights.weights_sha256()
     is_same_text = saved is None or saved.data["tokens_sha256"] == now.tokens_sha256
@@ -306,9 +309,9 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
     if previous.checkpoint is not None:
         keys["resume"] = "never"
     dial = Dial(argv, text, replace(parse_config(argv, keys, DIAL_SOURCE), minutes=minutes), keys=read_recipe() | keys)
-    dial.most_passes = OWN_PASSES
+    dial.max_passes = OWN_PASSES
     choice = dial.find_best()
-    config = dial.config_of(choice)
+    config = dial.build_config(choice)
     learned = find_training_tokens(weights)
     if learned is None:
         return config

@@ -92,7 +92,7 @@ class CompiledParts(torch.nn.Module):
             compiled(block) for block in model.blocks
         ]  # a list, because their parameters belong to the model
 
-    def undo(self) -> None:
+    def use_uncompiled(self) -> None:
         """Use the uncompiled parts from now on."""
         self.embed_texts, self.loss, self.blocks = self.model.embed_texts, self.model.loss, list(self.model.blocks)
 
@@ -164,7 +164,7 @@ def undo_compile(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch
     inner: Callable[..., torch.Tensor] = getattr(step_model, "_orig_mod", step_model)
     parts = getattr(inner, "module", inner)  # inside DistributedDataParallel
     if isinstance(parts, CompiledParts):
-        parts.undo()
+        parts.use_uncompiled()
     return inner
 
 
@@ -177,11 +177,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         yield
         return
 
-    def give_up(number: int, frame: FrameType | None) -> None:
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_filename == threading.__file__:
             raise CompileTimeout(f"not done after {seconds:.0f} s, twice the forecast")
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # repeated until this thread waits
     try:
         yield

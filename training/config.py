@@ -245,7 +245,7 @@ class Config(ModelConfig, DataKeys):
         return math.ceil(self.sequences_per_process / math.ceil(self.sequences_per_process / micro_batch_size))
 
     @property
-    def leaves_the_choice(self) -> bool:
+    def needs_dial(self) -> bool:
         """Whether training/dial.py chooses the model: a text or its tokens are given, and neither shape nor weights."""
         is_from_file = any(source not in ("default", "flag") for source in self.sources.values())
         if is_from_file or self.model_size or self.init_from or self.resume_from:
@@ -302,7 +302,7 @@ class Config(ModelConfig, DataKeys):
             problems.append("--companion also needs --input (your text) and --minutes (the time for both)")
         if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
             problems.append(f"max_mb applies only to an --input that begins with {HUB}; leave it out")
-        if self.input and self.input.startswith(HUB) and not (self.max_mb or self.leaves_the_choice):
+        if self.input and self.input.startswith(HUB) and not (self.max_mb or self.needs_dial):
             problems.append(f"--input {self.input} may be very large: add --max_mb 500 to read only that much")
         problems += [
             f"{key} ({where(key)}) applies only with --{of} {value or 'N'}; leave it out"
@@ -384,7 +384,7 @@ def has_effect(key: str, values: Mapping[str, Any]) -> bool:
 
 
 def is_resolved(content: dict[str, Any]) -> bool:
-    """Return whether the content is that of a run folder's config.json, which has values and their sources."""
+    """Return whether this is a run folder's config.json, which records each value with its source."""
     return isinstance(content.get("config"), dict) and isinstance(content.get("sources"), dict)
 
 

@@ -1,5 +1,5 @@
-"""The dial: chooses vocabulary, model, step size and epochs for `--input TEXT --minutes N` without a config, and
-forecasts the loss.
+"""The dial, which is the automatic configuration of `--input TEXT --minutes N`: choose vocabulary, model, step size and
+epochs, and forecast the loss.
 
 It times a few models on this machine. Models and settings come from recipe.py, losses from law.py. The method:
 docs/choosing.md.
@@ -77,7 +77,7 @@ SUGGESTED_COMPANIONS = (  # sizes and licences: docs/recipes.md
     ("plain stories with dialogue", "hf://datasets/roneneldan/TinyStories/data/*.parquet"),
 )
 
-MAX_KNOWN_DOUBT = 0.3  # bits per letter; no text that differs more from English books was measured
+MAX_KNOWN_DIFFICULTY_ERROR = 0.3  # bits per letter; no text that differs more from English books was measured
 MIN_STEPS = 50  # a model with fewer steps has hardly begun to learn
 
 
@@ -100,8 +100,8 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Con
         return config if growth is None else choose_continuation(argv, config, growth, started)
     if world().size > 1:
         raise ConfigError(
-            "--input and --minutes alone choose the model in one process only. Run the command with --dry_run and "
-            "without torchrun, then give torchrun the size it prints, as flags."
+            "--input and --minutes alone choose the model in a single process only. Run this command once without "
+            "torchrun and with --dry_run, then give torchrun the shape that it prints, as flags."
         )
     return Dial(argv, measure_text(requested), requested, started=started).choose_config()
 
@@ -110,15 +110,15 @@ def choose_continuation(argv: Sequence[str] | None, config: Config, growth: Grow
     """Choose length, step size and learning rates of a run that continues from the weights of `config` on the text as
     it is now. Shape and vocabulary stay."""
     print(growth.describe())
-    keys = growth.keys(config)
+    keys = growth.build_settings(config)
     text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
     dial = Dial(argv, text, parse_config(argv, keys, DIAL_SOURCE), keys=read_recipe() | keys, started=started)
-    dial.read = growth.read
+    dial.tokens_seen = growth.read
     return dial.choose_config()
 
 
 class Choice(NamedTuple):
-    """The forecast of one candidate for a number of minutes."""
+    """The planned run of one candidate, and its forecast."""
 
     candidate: Candidate
     shape: Shape
@@ -157,19 +157,22 @@ class Dial:
         self.machine = machine or Machine()
         self.keys = keys or read_recipe()
         self.ladder: Sequence[Shape] = LADDER
-        self.read = 0  # tokens the weights were trained on before
-        self.own: TextStats | None = None  # the text to train on afterwards, within the same minutes
-        self.most_passes = 10**6
+        self.tokens_seen = 0  # tokens the weights were trained on before
+        self.own_text: TextStats | None = None  # the text to train on afterwards, within the same minutes
+        self.max_passes = 10**6
         if requested.init_from:
             self.ladder = [Shape(requested.num_layers, requested.embed_dim, requested.max_seq_len)]
         self.started = self.machine.now() if started is None else started
         is_on_hub = bool(requested.input and requested.input.startswith(HUB))  # only a part is read
-        self.tokenizing = 0.0 if text.is_tokenized or is_on_hub else self.machine.tokenizing_seconds(text.bytes)
-        self.first_timed = math.inf  # time of the first measurement; starting a GPU does not count
+        self.tokenizing_seconds = 0.0 if text.is_tokenized or is_on_hub else self.machine.tokenizing_seconds(text.bytes)
+        self.first_timed_at = math.inf  # time of the first measurement; starting a GPU does not count
         # threads -> FLOPs per token -> times
-        self.timed: dict[int, dict[int, StepTimes]] = {count: {} for count in self.machine.thread_counts(requested)}
-        self.compiled: dict[int, float] = {}  # FLOPs per token -> time of a compiled pass relative to its forecast
-        self.compiling = 1.0  # time to compile relative to its forecast
+        self.step_times: dict[int, dict[int, StepTimes]] = {
+            count: {} for count in self.machine.thread_counts(requested)
+        }
+        # FLOPs per token -> time of a compiled pass relative to its forecast
+        self.compiled_ratios: dict[int, float] = {}
+        self.compile_time_ratio = 1.0  # time to compile relative to its forecast
         self.chooses_vocabulary = (
             requested.input
             and requested.tokenizer == "bpe"
@@ -189,8 +192,8 @@ class Dial:
     def make_candidates(self) -> None:
         self.shapes = {}
         for shape in self.ladder:
-            candidate = self.candidate(parse_config(self.argv, self.settings_of(shape), DIAL_SOURCE))
-            if all(candidate.model.config != other.model.config for other in self.shapes) and self.fitting_rows(
+            candidate = self.build_candidate(parse_config(self.argv, self.build_settings(shape), DIAL_SOURCE))
+            if all(candidate.model.config != other.model.config for other in self.shapes) and self.find_fitting_rows(
                 candidate, 1
             ):
                 self.shapes[candidate] = shape
@@ -198,12 +201,15 @@ class Dial:
 
     def require_candidates(self) -> None:
         if not self.shapes:
-            raise MemoryExhausted("Not even the smallest model that these flags allow fits in this machine's memory.")
+            raise MemoryExhausted(
+                "Not even the smallest model that these flags allow fits in memory. Lower --max_seq_len or "
+                "--micro_batch_size, or leave out the flags of the shape."
+            )
 
-    def candidate(self, config: Config) -> Candidate:
+    def build_candidate(self, config: Config) -> Candidate:
         return self.machine.candidate(config, self.text.vocab_size, self.text.is_chat)
 
-    def fitting_rows(self, candidate: Candidate, sequences: int, compiles: bool = False) -> int:
+    def find_fitting_rows(self, candidate: Candidate, sequences: int, compiles: bool = False) -> int:
         """Return the largest micro-batch for steps of `sequences` that fits in memory; 0 if one sequence does not."""
         hardware, rows = candidate.hardware, min(sequences, self.requested.micro_batch_size or sequences)
         if hardware.memory_bytes is None:
@@ -217,7 +223,7 @@ class Dial:
     def choose_config(self) -> Config:
         """Choose, print the choice, and return it as a configuration with its forecast."""
         choice = self.find_best()
-        config = self.config_of(choice)
+        config = self.build_config(choice)
         self.print_choice(choice, config.dropout)
         forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
         return replace(config, forecast=forecast)
@@ -230,7 +236,7 @@ class Dial:
             log.info(f"Timing     this machine with models of several sizes, for about {at_most} at most ...")
         self.time_candidate(self.candidates[0])
         while True:
-            choice = self.best(self.requested.minutes)
+            choice = self.find_best_within(self.requested.minutes)
             if self.take_other_vocabulary(choice):
                 continue
             number = self.candidates.index(choice.candidate)
@@ -243,9 +249,9 @@ class Dial:
     def may_be_best(self, candidate: Candidate, choice: Choice) -> bool:
         """Return whether a candidate would be better than the choice if it ran MAX_EFFICIENCY_GAIN times as fast as
         forecast."""
-        minutes, slower = self.requested.minutes, 1 / MAX_EFFICIENCY_GAIN
-        forecasts = (self.forecast(candidate, minutes, each, slower) for each in self.compile_options(candidate))
-        return any(forecast.loss < choice.loss for forecast in forecasts)
+        minutes, time_factor = self.requested.minutes, 1 / MAX_EFFICIENCY_GAIN
+        plans = (self.plan_run(candidate, minutes, each, time_factor) for each in self.compile_options(candidate))
+        return any(plan.loss < choice.loss for plan in plans)
 
     def take_other_vocabulary(self, choice: Choice) -> bool:
         """Switch to the vocabulary for as much of the text as the choice reads, unless it was tried before. Return
@@ -262,26 +268,26 @@ class Dial:
         """Time steps of a candidate, unless that was done or takes more than its share of the minutes. If memory runs
         out, drop it and all larger ones. Return whether it was tried."""
         share = TIMING_SHARE * 60 * self.requested.minutes
-        left = share - max(0.0, self.machine.now() - self.first_timed)
-        timed_so_far = self.timed[next(iter(self.timed))]
+        left = share - max(0.0, self.machine.now() - self.first_timed_at)
+        timed_so_far = self.step_times[next(iter(self.step_times))]
         if candidate.flops in timed_so_far:
             return False
         length = candidate.config.max_seq_len
-        tokens: float = length * self.fitting_rows(candidate, max(1, TIMED_STEP_TOKENS // length))
-        step_seconds = self.speed(candidate, False)[0].step_seconds(tokens, 1) if timed_so_far else 0.0
-        if left < MIN_TIMED_STEPS * len(self.timed) * step_seconds:
+        tokens: float = length * self.find_fitting_rows(candidate, max(1, TIMED_STEP_TOKENS // length))
+        step_seconds = self.interpolate_times(candidate, False)[0].step_seconds(tokens, 1) if timed_so_far else 0.0
+        if left < MIN_TIMED_STEPS * len(self.step_times) * step_seconds:
             return False
         if not timed_so_far and not candidate.hardware.is_cuda:  # --max_seq_len may be huge
             tokens = min(tokens, share / 2 * CPU_FLOPS_PER_CORE / candidate.flops)
-        seconds = min(CANDIDATE_SECONDS, share / 3 / len(self.timed))
-        for threads, timed in self.timed.items():
+        seconds = min(CANDIDATE_SECONDS, share / 3 / len(self.step_times))
+        for threads, timed in self.step_times.items():
             steps = self.attempt(candidate, partial(self.measure_speed, candidate, tokens, threads, seconds))
             if steps is None:
                 self.shapes = {other: shape for other, shape in self.shapes.items() if other.flops < candidate.flops}
                 self.require_candidates()
                 return True
             timed[candidate.flops] = steps
-        self.first_timed = min(self.first_timed, self.machine.now())
+        self.first_timed_at = min(self.first_timed_at, self.machine.now())
         return True
 
     def measure_speed(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> StepTimes:
@@ -290,34 +296,34 @@ class Dial:
         if not candidate.hardware.is_cuda:
             return self.machine.time_steps(candidate, tokens, threads, seconds)
         length, rows = candidate.config.max_seq_len, 1
-        limit = self.fitting_rows(candidate, max(1, MAX_TIMED_STEP_TOKENS // length))
+        limit = self.find_fitting_rows(candidate, max(1, MAX_TIMED_STEP_TOKENS // length))
         one = steps = self.machine.time_steps(candidate, length, threads, seconds)
         while 4 * rows <= limit:
             rows *= 4
             before, steps = steps, self.machine.time_steps(candidate, rows * length, threads, seconds)
-            if 4 * steps.token > 2 * before.token:  # four times the tokens took more than twice the time
+            if 4 * steps.per_token > 2 * before.per_token:  # four times the tokens took more than twice the time
                 break
-        return steps._replace(least=length * one.token)
+        return steps._replace(min_pass=length * one.per_token)
 
     def compile_best(self, choice: Choice) -> bool:
         """On a GPU, compile the choice as the training will, and time it. Skip a candidate that was compiled before,
         and a second one that takes too long. Return whether it was tried."""
         candidate = choice.candidate
         takes = self.compile_time(candidate)
-        if not (candidate.hardware.is_cuda and choice.compiles) or candidate.flops in self.compiled:
+        if not (candidate.hardware.is_cuda and choice.compiles) or candidate.flops in self.compiled_ratios:
             return False
         is_too_long = takes > TIMING_SHARE * 60 * self.requested.minutes
-        if self.compiled and (is_too_long or len(self.compiled) == MAX_COMPILED_CANDIDATES):
+        if self.compiled_ratios and (is_too_long or len(self.compiled_ratios) == MAX_COMPILED_CANDIDATES):
             return False
-        config = self.config_of(choice)
-        final = self.candidate(config)
-        forecast = self.speed(candidate, True)[0].scaled(1 / self.compiled_share(candidate))
-        self.compiled[candidate.flops] = 1.0
+        config = self.build_config(choice)
+        final = self.build_candidate(config)
+        forecast = self.interpolate_times(candidate, True)[0].scaled(1 / self.compiled_share(candidate))
+        self.compiled_ratios[candidate.flops] = 1.0
         took = self.attempt(candidate, partial(self.machine.compile, final, choice.rows, CANDIDATE_SECONDS))
         if took is not None:  # None: the training will take a smaller micro-batch
-            self.compiling *= took[0] / takes
+            self.compile_time_ratio *= took[0] / takes
             expected = forecast._replace(update=0.0).step_seconds(choice.rows * config.max_seq_len, 1)
-            self.compiled[candidate.flops] = took[1] / expected
+            self.compiled_ratios[candidate.flops] = took[1] / expected
         return True
 
     def attempt(self, candidate: Candidate, work: Callable[[], T]) -> T | None:
@@ -329,31 +335,31 @@ class Dial:
         finally:
             self.machine.free(candidate)
 
-    def speed(self, candidate: Candidate, compiles: bool) -> tuple[StepTimes, int]:
+    def interpolate_times(self, candidate: Candidate, compiles: bool) -> tuple[StepTimes, int]:
         """Return a candidate's step times with the fastest number of threads, and that number. Times are interpolated
         between timed candidates by FLOPs per token, and scaled beyond the largest and smallest."""
         found = []
-        for threads, timed in self.timed.items():
+        for threads, timed in self.step_times.items():
             sizes = sorted(timed)
             values = (np.interp(candidate.flops, sizes, column) for column in zip(*map(timed.get, sizes), strict=True))
             steps = StepTimes(*map(float, values)).scaled(max(1, candidate.flops / sizes[-1]))
-            found.append((steps._replace(token=steps.token * min(1, candidate.flops / sizes[0])), threads))
-        handicap = {threads: FEWER_THREADS_SPEEDUP if threads < DEFAULT_THREADS else 1.0 for threads in self.timed}
-        steps, threads = min(found, key=lambda each: each[0].token * handicap[each[1]])
+            found.append((steps._replace(per_token=steps.per_token * min(1, candidate.flops / sizes[0])), threads))
+        handicap = {threads: FEWER_THREADS_SPEEDUP if threads < DEFAULT_THREADS else 1.0 for threads in self.step_times}
+        steps, threads = min(found, key=lambda each: each[0].per_token * handicap[each[1]])
         if compiles and candidate.hardware.is_cuda:
             ratio = self.compiled_share(candidate) * GPU_COMPILED_PASS_RATIO
-            return steps._replace(least=ratio * steps.least, token=ratio * steps.token), threads
+            return steps._replace(min_pass=ratio * steps.min_pass, per_token=ratio * steps.per_token), threads
         return steps.scaled(1 - CPU_COMPILE_SAVING if compiles else 1.0), threads
 
     def compiled_share(self, candidate: Candidate) -> float:
         """Return the time of compiled passes relative to their forecast: measured for this candidate, else for the last
         one that was compiled."""
-        return self.compiled.get(candidate.flops, [1.0, *self.compiled.values()][-1])
+        return self.compiled_ratios.get(candidate.flops, [1.0, *self.compiled_ratios.values()][-1])
 
-    def best(self, minutes: float) -> Choice:
+    def find_best_within(self, minutes: float) -> Choice:
         """Return the candidate with the lowest loss after `minutes`."""
         choices = [
-            self.forecast(candidate, minutes, compiles)
+            self.plan_run(candidate, minutes, compiles)
             for candidate in self.candidates
             for compiles in self.compile_options(candidate)
         ]
@@ -364,37 +370,39 @@ class Dial:
         config, hardware = candidate.config, candidate.hardware
         if hardware.is_cuda:
             return [False, True] if hardware.compiles and config.compile == "auto" else [hardware.compiles]
-        forecast = Forecast(0, 0, 0, self.speed(candidate, False)[0].cpu_share)
+        forecast = Forecast(0, 0, 0, self.interpolate_times(candidate, False)[0].cpu_share)
         units = Units.of(hardware.device)
         return [choose_compile(replace(config, forecast=forecast), candidate.model.config, units)[0]]
 
-    def forecast(self, candidate: Candidate, minutes: float, compiles: bool, slower: float = 1.0) -> Choice:
-        """Forecast a candidate's run of `minutes` on a machine that is `slower` times as slow as timed.
+    def plan_run(self, candidate: Candidate, minutes: float, compiles: bool, time_factor: float = 1.0) -> Choice:
+        """Forecast a candidate's run of `minutes` with step times multiplied by `time_factor`.
 
         Starts with the recipe's step size, and doubles it while the useful passes do not fit and the device is not yet
         busy.
         """
-        speed, _ = self.speed(candidate, compiles)
-        busy_tokens, step_tokens = speed.least / speed.token, 0.0
+        speed, _ = self.interpolate_times(candidate, compiles)
+        busy_tokens, step_tokens = speed.min_pass / speed.per_token, 0.0
         while True:
-            choice = self.plan(candidate, minutes, compiles, slower, min(busy_tokens, 2 * step_tokens))
+            choice = self.plan_with_step(candidate, minutes, compiles, time_factor, min(busy_tokens, 2 * step_tokens))
             before, step_tokens = step_tokens, choice.sequences * choice.shape.max_seq_len
             if choice.reads_all or not before < step_tokens < busy_tokens:
                 return choice
 
-    def plan(
-        self, candidate: Candidate, minutes: float, compiles: bool, slower: float, least_step_tokens: float
+    def plan_with_step(
+        self, candidate: Candidate, minutes: float, compiles: bool, time_factor: float, min_step_tokens: float
     ) -> Choice:
-        """Forecast a run with steps of at least `least_step_tokens`."""
-        text, (speed, threads) = self.text, self.speed(candidate, compiles)
-        before = self.machine.now() - self.started + self.tokenizing
+        """Forecast a run with steps of at least `min_step_tokens`."""
+        text, (speed, threads) = self.text, self.interpolate_times(candidate, compiles)
+        before = self.machine.now() - self.started + self.tokenizing_seconds
         before += compiles * self.compile_time(candidate, speed.cpu_share)
-        own_start = OWN_START_SHARE * 60 * minutes if self.own else 0.0
+        own_start = OWN_START_SHARE * 60 * minutes if self.own_text else 0.0
         seconds = max(1.0, 60 * minutes - own_start - before) * (1 - EVALUATING_SHARE)
         letters, letters_per_byte = TRAIN_SHARE * text.letters, text.letters / text.bytes
-        earlier = self.read / text.train_tokens  # passes before this run
-        limit = max(1, min(useful_passes(candidate.block_parameters, letters) - round(earlier), self.most_passes))
-        reserved = OWN_PASSES * TRAIN_SHARE * self.own.letters * text.tokens / text.letters if self.own else 0.0
+        earlier = self.tokens_seen / text.train_tokens  # passes before this run
+        limit = max(1, min(useful_passes(candidate.block_parameters, letters) - round(earlier), self.max_passes))
+        reserved = (
+            OWN_PASSES * TRAIN_SHARE * self.own_text.letters * text.tokens / text.letters if self.own_text else 0.0
+        )
         without_dropout = PASSES_WITHOUT_DROPOUT * text.train_tokens
         is_timed_with_dropout = candidate.hardware.is_cuda or self.requested.is_explicit("dropout")
         dropout_slowdown = 1.0 if is_timed_with_dropout else CPU_DROPOUT_SLOWDOWN
@@ -402,9 +410,10 @@ class Dial:
         for _ in range(LENGTH_ROUNDS):  # the step size depends on the length of the run, which depends on the step size
             if tokens < math.inf:
                 shape = self.with_context(candidate, tokens)
-                sequences = self.sequences(shape.max_seq_len, tokens, least_step_tokens)
-            rows, step_tokens = self.fitting_rows(candidate, sequences, compiles) or 1, sequences * shape.max_seq_len
-            step_seconds = slower * speed.step_seconds(step_tokens, math.ceil(sequences / rows))
+                sequences = self.choose_step_sequences(shape.max_seq_len, tokens, min_step_tokens)
+            rows = self.find_fitting_rows(candidate, sequences, compiles) or 1
+            step_tokens = sequences * shape.max_seq_len
+            step_seconds = time_factor * speed.step_seconds(step_tokens, math.ceil(sequences / rows))
             in_time = seconds / step_seconds * step_tokens
             in_time = min(in_time, max(without_dropout, in_time / dropout_slowdown))
             in_time -= min(reserved, in_time / 2)
@@ -412,9 +421,9 @@ class Dial:
         step_seconds *= dropout_slowdown if tokens > without_dropout else 1.0
         passes = tokens / text.train_tokens
         loss = letters_per_byte * text.difficulty * expected_loss(candidate.block_parameters, letters, earlier + passes)
-        error = letters_per_byte * expected_error(candidate.block_parameters, letters, text.doubt)
-        if slower == 1 and speed.scatter:
-            error += self.forecast(candidate, minutes, compiles, 1 + speed.scatter).loss - loss
+        error = letters_per_byte * expected_error(candidate.block_parameters, letters, text.difficulty_error)
+        if time_factor == 1 and speed.scatter:
+            error += self.plan_run(candidate, minutes, compiles, 1 + speed.scatter).loss - loss
         run_seconds = before + tokens * step_seconds / step_tokens / (1 - EVALUATING_SHARE)
         return Choice(
             candidate, shape, sequences, rows, compiles, threads, speed.cpu_share, step_tokens / step_seconds,
@@ -423,8 +432,8 @@ class Dial:
 
     def compile_time(self, candidate: Candidate, cpu_share: float = 1.0) -> float:
         """Return the seconds that compiling a candidate takes, fewer if it was compiled before."""
-        again = RECOMPILE_SHARE if candidate.flops in self.compiled else 1.0
-        return again * self.compiling * self.machine.expected_compile_seconds(candidate, cpu_share)
+        again = RECOMPILE_SHARE if candidate.flops in self.compiled_ratios else 1.0
+        return again * self.compile_time_ratio * self.machine.expected_compile_seconds(candidate, cpu_share)
 
     def with_context(self, candidate: Candidate, tokens: float) -> Shape:
         """Return the shape with the context for a run of `tokens`."""
@@ -433,7 +442,7 @@ class Dial:
             length = choose_context(shape, tokens, MIN_HELD_OUT_SHARE * self.text.tokens)
         return shape._replace(max_seq_len=length)
 
-    def sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
+    def choose_step_sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
         """Return the sequences per step, within the flags, for a run of `tokens`. `busy`: the least tokens per step."""
         requested = self.requested
         if requested.is_explicit("batch_size"):
@@ -441,7 +450,7 @@ class Dial:
         sequences = max(choose_sequences(tokens, max_seq_len, busy), requested.micro_batch_size or 1)
         return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
-    def settings_of(self, shape: Shape) -> dict[str, Any]:
+    def build_settings(self, shape: Shape) -> dict[str, Any]:
         width = self.requested.embed_dim if self.requested.is_explicit("embed_dim") else shape.embed_dim
         heads = next(count for count in range(max(1, width // HEAD_WIDTH), 0, -1) if width % count == 0)
         keys = self.keys | shape._asdict() | {"num_heads": heads}
@@ -452,13 +461,13 @@ class Dial:
             keys["max_mb"] = self.text.bytes / 1e6
         return keys
 
-    def config_of(self, choice: Choice) -> Config:
+    def build_config(self, choice: Choice) -> Config:
         """Return the configuration of a choice; flags win."""
         batch_size = choice.sequences // self.requested.gradient_accumulation_steps
         windows = self.text.tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
         in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.sequences / EVALUATIONS
         embed_dim, step_tokens = choice.candidate.config.embed_dim, choice.sequences * choice.shape.max_seq_len
-        keys = self.settings_of(choice.shape) | choose_settings(embed_dim, step_tokens, choice.passes)
+        keys = self.build_settings(choice.shape) | choose_settings(embed_dim, step_tokens, choice.passes)
         keys |= {
             "batch_size": batch_size,
             "epochs": max(1, min(choice.useful_passes, math.ceil(EPOCHS_MARGIN * choice.passes))),
@@ -505,27 +514,32 @@ class Dial:
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
         limit = "another pass would not help" if choice.reads_all else "as often as the time allows"
         is_like_measured = is_measured(choice.candidate.block_parameters, TRAIN_SHARE * text.letters)
-        guess = "" if is_like_measured and text.doubt < MAX_KNOWN_DOUBT else "; a guess, as no run like it was measured"
+        guess = (
+            ""
+            if is_like_measured and text.difficulty_error < MAX_KNOWN_DIFFICULTY_ERROR
+            else "; a guess, as no run like it was measured"
+        )
         notes = spare = others = ""
-        if not self.own:
+        if not self.own_text:
             half, double = (
-                f"{each:g} minute{'s' * (each != 1)}: {self.best(each).loss:.2f}" for each in (minutes / 2, minutes * 2)
+                f"{each:g} minute{'s' * (each != 1)}: {self.find_best_within(each).loss:.2f}"
+                for each in (minutes / 2, minutes * 2)
             )
             others = f"With       {half}, with {double}\n"
-        if 2 * choice.seconds <= 60 * minutes and not self.own:
+        if 2 * choice.seconds <= 60 * minutes and not self.own_text:
             spare = f"Time left  {duration(60 * minutes - choice.seconds)}. {self.advice()}\n"
         if choice.threads < DEFAULT_THREADS and not self.requested.threads:
-            notes = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
-        if 2 * self.tokenizing > 60 * minutes:
-            takes = f"about {duration(self.tokenizing)} of the {minutes:g} minutes"
-            notes += f"Note       tokenizing takes {takes}. A part of the text would do\n"
+            notes = "Threads    1: other programs use this CPU, so more threads would be slower\n"
+        if 2 * self.tokenizing_seconds > 60 * minutes:
+            takes = f"about {duration(self.tokenizing_seconds)} of the {minutes:g} minutes"
+            notes += f"Note       tokenizing takes {takes}. Part of the text would be enough\n"
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
             f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
             f"{text.vocab_size:,}\n"
             f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{notes}"
-            f"Expected   {choice.loss:.2f} bits per byte{f' on {text.name}' if self.own else ''} "
+            f"Expected   {choice.loss:.2f} bits per byte{f' on {text.name}' if self.own_text else ''} "
             f"({max(0.0, choice.loss - choice.error):.2f} to {choice.loss + choice.error:.2f}) after "
             f"{duration(choice.seconds)}, with about {byte_size(memory)} of memory{guess}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"

@@ -15,7 +15,7 @@ from training.config import Config
 from training.evaluate import Answer, Evaluation, evaluate, evaluated_windows, validation_loss
 from training.hardware import freeze_garbage
 from training.memory import memory_advice
-from training.parallel import largest, process_group
+from training.parallel import max_over_ranks, process_group
 from training.plan import make_run
 from training.records import rewind
 from training.report import Report
@@ -65,21 +65,21 @@ def take_steps(
     require_time(run)
     with Report(run, clock) as report, freeze_garbage():
         while not (run.is_done or stop.agreed or run.state.step >= max_steps):
-            if run.evaluation_due:  # the last session may have ended in one
+            if run.evaluation_due:  # the last session may have stopped during it
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                saver.best_due |= record_evaluation(run, evaluation, *largest(clock.elapsed))
+                saver.best_due |= record_evaluation(run, evaluation, *max_over_ranks(clock.elapsed))
                 report.add_evaluation(evaluation)
                 answers = evaluation.answers
             else:
-                with stop.abandonable():  # changes only gradients
+                with stop.abandonable():  # safe to abandon: only gradients change
                     loss = retry_smaller(run, forward_backward)
                 result = apply_update(run, loss)
                 clock.count_step()
                 run.advance(*agree(clock, stop, saver))
                 if run.hardware.device.type == "cpu" or run.due(run.config.log_interval):
-                    require_stable(run)  # waits for a GPU, as a report does
+                    require_stable(run)  # synchronizes with the GPU, so only when a report does
                 report.add_step(result)
             if not run.evaluation_due:  # a checkpoint includes the evaluation of its step
                 saver.save_if_due()
@@ -91,7 +91,7 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
     seconds, the largest of all processes."""
     wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
     wants_to_save = saver.checkpoint_due or saver.minutes_passed
-    stops, saves, *seconds = largest(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
+    stops, saves, *seconds = max_over_ranks(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
     stop.agreed, saver.checkpoint_due = bool(stops), bool(saves)
     return seconds
 
@@ -129,10 +129,10 @@ def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
         prompts = [answer.prompt.text for answer in result.answers]
         state.base = Start(result.val_loss, prompts, [answer.text for answer in result.answers])
     if state.best_val_loss is not None and state.best_windows != windows:
-        before = "other" if state.best_windows is None else f"{state.best_windows:,}"
+        before = "others" if state.best_windows is None else f"{state.best_windows:,}"
         log.info(
-            f"Evaluating the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} "
-            f"windows) again, over {windows:,} validation windows ..."
+            f"Evaluating the best weights (step {state.best_step:,}, {state.best_val_loss:.4f}) again, because the "
+            f"validation windows have changed from {before} to {windows:,} ..."
         )
         with clock.paused(), run.best_weights(), stop.abandonable():
             loss = validation_loss(run)
@@ -166,8 +166,8 @@ def require_time(run: Run) -> None:
     """Raise ConfigError if `minutes` are over before the first step."""
     if run.took_last_step and run.state.step == 0:
         raise ConfigError(
-            f"--minutes {run.config.minutes:g} are over before the first step, because starting took "
-            f"{duration(run.state.elapsed_seconds)}. Give more minutes."
+            f"--minutes {run.config.minutes:g} ran out before the first step: starting took "
+            f"{duration(run.state.elapsed_seconds)}. Use larger --minutes."
         )
 
 

@@ -41,7 +41,7 @@ class Growth:
     then: TokenMetadata | None  # None if the tokens are gone
     now: TokenMetadata
 
-    def keys(self, config: Config) -> dict[str, Any]:
+    def build_settings(self, config: Config) -> dict[str, Any]:
         """Return the settings of the new run that do not depend on its length."""
         return shape_keys(config) | {"init_from": str(self.weights), "resume": "never"}
 
@@ -72,7 +72,7 @@ def find_growth(config: Config) -> Growth | None:
     if not config.input or config.resume == "never" or world().size > 1:
         return None
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
-    previous = find_previous(config, mirror, is_trained=False)
+    previous = find_previous(config, mirror, will_train=False)
     if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
         return None
     sha256 = str(previous.saved.data.get("tokens_sha256"))
@@ -94,7 +94,7 @@ def shape_keys(config: Config) -> dict[str, Any]:
 
 def best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
     """Return the best weights of a run, here or in its mirror; if all are damaged, its `newest` checkpoint."""
-    best = [*Store(config.run_dir).bests(), *(mirror.store.bests() if mirror else [])]
+    best = [*Store(config.run_dir).best_copies(), *(mirror.store.best_copies() if mirror else [])]
     return next((path for path in best if path.exists() and not find_problems(path)), newest.path)
 
 

@@ -29,7 +29,7 @@ from training.fit import take_steps
 from training.hardware import Hardware
 from training.memory import count_held_bytes, estimate_memory, memory_advice
 from training.mirror import MAX_COPIES, Mirror
-from training.parallel import largest, process_group
+from training.parallel import max_over_ranks, process_group
 from training.plan import make_run
 from training.records import read_metrics
 from training.resume import start_or_resume
@@ -98,7 +98,7 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
 def time_step(run: Run, clock: Clock) -> float:
     """Return the mean seconds of the steps taken, or of some more if these were short."""
     seconds = clock.step_seconds or MIN_TIMED_SECONDS
-    more = min(MAX_TIMED_STEPS, int(largest(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
+    more = min(MAX_TIMED_STEPS, int(max_over_ranks(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
     if not more:
         return seconds
     run.hardware.synchronize()
@@ -168,16 +168,16 @@ def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) ->
     ending = replace(run.state, ending_seconds=seconds + evaluating + 2 * saving)
     step_seconds = seconds + (evaluating / config.eval_interval if config.eval_interval else 0.0)
     steps = steps_left(ending, run.data.windows, config, step_seconds)
-    describe_limit = run.last_step - run.state.step
+    remaining_steps = run.last_step - run.state.step
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
-        fits = "Warning: no step fits. Give more minutes"
-    elif steps == describe_limit:
+        fits = "Warning: no step fits. Use larger --minutes"
+    elif steps == remaining_steps:
         count = f"all {config.epochs} epochs fit" if config.epochs > 1 else "the epoch fits"
-        fits = f"{count}, and the run ends early. For more passes, raise --epochs"
+        fits = f"{count}, so the run ends before the minutes are over. To use them, raise --epochs"
     else:
         fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
-    first = min(decay_start(describe_limit, config), round((1 - decay_share(config)) * steps))
+    first = min(decay_start(remaining_steps, config), round((1 - decay_share(config)) * steps))
     print(f"Minutes    {config.minutes:g}: {fits}. The learning rate decays from about step {first:,}")
     return steps
 
@@ -270,8 +270,8 @@ def profile(run: Run) -> None:
     print(f"  {'total':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
     if cpu_share <= BUSY_CPU_SHARE:
         print(
-            f"Limit      Other programs: these steps had the CPU for {cpu_share:.0%} of their time. Try --threads 1: "
-            "threads that wait for each other lose most."
+            f"Limit      Other programs: these steps got only {cpu_share:.0%} of the CPU. Try --threads 1, which "
+            "suffers least from them."
         )
     else:
         print(f"Limit      {describe_limit(seconds, hardware, run.data.placement)}")

@@ -26,7 +26,7 @@ from training.config import ESTIMATED, HALVED, Config, is_resolved
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, group_by_rule
-from training.parallel import largest
+from training.parallel import max_over_ranks
 from training.records import CONFIG
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def halve_until_it_fits(
 
 def smallest_rows(rows: int, source: str) -> tuple[int, str]:
     """Return the smallest micro-batch of all processes, and its source."""
-    smallest = -int(largest(-rows)[0])
+    smallest = -int(max_over_ranks(-rows)[0])
     return smallest, source if smallest == rows else ESTIMATED
 
 

@@ -6,8 +6,8 @@
 Machines that share a mirror need not know of each other: a session adds copies, which never change, and deletes only
 those older than the newest two. So a session that sleeps, wakes up or runs twice never deletes a copy that is needed.
 
-The training neither waits for the mirror nor fails with it. If the Drive is full, read-only, slow or gone, the mirror
-prints so and retries.
+Training neither waits for the mirror nor fails with it. If the Drive is full, read-only, slow or gone, the mirror warns
+and retries.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_COPIES = 4  # two checkpoints, the best weights, and the one being written
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0  # pause between two attempts
 LAST_COPY_SECONDS = 600.0  # timeout for the last copy
 LAST_COPY_SECONDS_IF_STOPPED = 60.0  # timeout once the user has pressed stop
-LAST_RETRY_SECONDS = 30.0  # the last copy may fail for this long
+LAST_RETRY_SECONDS = 30.0  # give up on the last copy after failing this long
 THREAD_JOIN_SECONDS = 5.0
-ABANDONED_COPY_SECONDS = 86_400.0  # an unfinished copy this old is not being made by another machine
+ABANDONED_COPY_SECONDS = 86_400.0  # no other machine is still writing an older unfinished copy
 
 
 class OvertakenError(CheckpointError):
@@ -48,7 +48,7 @@ class OtherRunError(CheckpointError):
 
 
 class MirrorStore(Store):
-    """The folder that the copies of a run go to, one beside those of other sessions."""
+    """The mirror folder of a run, which also has the copies of other sessions."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -56,7 +56,7 @@ class MirrorStore(Store):
         self.session = uuid.uuid4().hex[:8]
         self.run_id = ""  # the run that is copied here
 
-    def bests(self) -> list[Path]:
+    def best_copies(self) -> list[Path]:
         return sorted(self.dir.glob(f"{BEST}_*"))
 
     def records(self, name: str) -> list[Path]:
@@ -82,16 +82,16 @@ class MirrorStore(Store):
 
     def copy_best(self, source: Path) -> None:
         """Copy best weights, unless the ones here are better. Then delete worse ones here. Raises OSError."""
-        theirs, ours = read_best_state(source), {path: read_best_state(path) for path in self.bests()}
-        if theirs is None or any(state is not None and is_better(state, theirs) for state in ours.values()):
+        new, existing = read_best_state(source), {path: read_best_state(path) for path in self.best_copies()}
+        if new is None or any(state is not None and is_better(state, new) for state in existing.values()):
             return
-        name = f"{BEST}_{theirs.step:08d}"
+        name = f"{BEST}_{new.step:08d}"
         self.copy(source, name)
-        if not any(read_best_state(path) == theirs for path in self.copies_of(name)):
+        if not any(read_best_state(path) == new for path in self.copies_of(name)):
             return  # best/ changed before it was copied
-        for path, state in ours.items():
-            is_misnamed = state == theirs and not path.name.startswith(name)
-            if state is not None and (is_misnamed or is_better(theirs, state)):
+        for path, state in existing.items():
+            is_misnamed = state == new and not path.name.startswith(name)
+            if state is not None and (is_misnamed or is_better(new, state)):
                 self.delete(path)
 
     def remove(self, folder: Path) -> None:
@@ -131,17 +131,17 @@ class Mirror:
         self.dir = self.root / os.path.basename(os.path.abspath(run_dir))
         self.store = MirrorStore(self.dir)
         self.newest: Path | None = None  # the checkpoint to copy
-        self.known: set[str] = set()  # names of the copies that existed at the start
+        self.initial_copies: set[str] = set()  # names of the copies that existed at the start
         self.thread: threading.Thread | None = None
         self.woken = threading.Event()
         self.request = threading.Event()  # set once the last request is copied
         self.closed = False
-        self.is_clean = False
-        self.copy_seconds: float | None = None  # the last checkpoint copied
+        self.has_cleaned_up = False
+        self.last_copy_seconds: float | None = None
         self.copied_at: float | None = None  # time.monotonic() at the start of the newest copy
         self.failing_since: float | None = None  # time.monotonic() of the first failure of this request
         self.problem: str | None = None  # why the last attempt failed
-        self.overtaken: OvertakenError | None = None  # this session has stopped copying
+        self.overtaken: OvertakenError | None = None  # set when another session is ahead; copying has stopped then
 
     # Checks before the training
 
@@ -159,7 +159,7 @@ class Mirror:
                 f"With --checkpoint_dir {self.root} the copies would go into the run folder itself, {self.source.dir}. "
                 "Choose a --checkpoint_dir on another disk, or leave it out."
             )
-        if self.are_gone:
+        if self.copies_are_gone:
             raise ConfigError(
                 f"The copies of this run are gone from {self.dir}: it has no {RUN_MARKER}. If the disk of "
                 f"--checkpoint_dir {self.root} is unmounted, mount it again. If you deleted the copies, delete "
@@ -167,7 +167,7 @@ class Mirror:
             )
 
     @property
-    def are_gone(self) -> bool:
+    def copies_are_gone(self) -> bool:
         """Whether the mirror was in use before and does not exist now."""
         try:
             was = read_json(self.source.dir / RUN_MARKER, ConfigError).get("copies")
@@ -178,11 +178,11 @@ class Mirror:
     def require_same_run(self, run_id: str | None) -> None:
         """Raise CheckpointError if the copies belong to another run. `run_id` is that of the newest checkpoint in the
         run folder. If there is none, the run is new or its folder was lost, and the name of the folder decides."""
-        theirs = self.store.marker()
-        spelled = str(theirs.get("output_dir"))  # may be relative to another working directory
-        is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(self.source.dir)
+        marker = self.store.marker()
+        spelled = str(marker.get("output_dir"))  # may be relative to another working directory
+        is_other = bool(marker) and os.path.normpath(spelled) != os.path.normpath(self.source.dir)
         if run_id is not None:
-            is_other = theirs.get("run_id") not in (None, run_id)
+            is_other = marker.get("run_id") not in (None, run_id)
         if is_other:
             raise CheckpointError(
                 f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.source.dir}. "
@@ -226,13 +226,13 @@ class Mirror:
                 f"Warning: {error} This run continues without copies, and is saved in {self.source.dir}. For copies, "
                 "stop it and choose another --checkpoint_dir."
             )
-            self.closed, self.problem = True, "of another run"
+            self.closed, self.problem = True, "stopped: the folder now belongs to another run"
             request.set()
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
                 log.info(
-                    f"Warning: copying to {self.dir} failed ({reason}). The training goes on, and the copy will be "
+                    f"Warning: copying to {self.dir} failed ({reason}). Training continues, and the copy will be "
                     "retried."
                 )
             self.problem = reason
@@ -246,10 +246,10 @@ class Mirror:
         """Copy new checkpoints and best weights. Raises OvertakenError and OtherRunError at once, other errors at the
         end, so that a damaged best/ does not keep checkpoints from being copied."""
         self.write_marker()
-        if not self.is_clean:
+        if not self.has_cleaned_up:
             write_json(self.source.dir / RUN_MARKER, {"copies": os.path.abspath(self.dir)})
             self.store.clean_up()
-            self.is_clean = True
+            self.has_cleaned_up = True
         # `newest` was chosen before the best weights are copied, so best/ in the mirror is never older than it.
         newest = self.newest
         problem: OSError | None = None
@@ -266,8 +266,8 @@ class Mirror:
     def write_marker(self) -> None:
         """Write `run.json` with this run's id, if the mirror has no copies yet. Raises CheckpointError if the mirror is
         gone, OtherRunError if it belongs to another run, OSError if it cannot be written."""
-        if self.are_gone:
-            raise CheckpointError(f"{self.dir / RUN_MARKER} is gone. Was the disk unmounted?")
+        if self.copies_are_gone:
+            raise CheckpointError(f"{self.dir / RUN_MARKER} is missing. If the disk was unmounted, mount it again")
         self.root.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
         self.dir.mkdir(exist_ok=True)
         named, run_id = self.store.marker().get("run_id"), self.store.run_id
@@ -278,19 +278,19 @@ class Mirror:
     def require_ahead(self, newest: Path) -> None:
         """Raise OvertakenError if another session has copied a later step than `newest`."""
         for copy in self.store.steps():
-            is_new = copy.name not in self.known and not copy.name.endswith(self.store.session)
+            is_new = copy.name not in self.initial_copies and not copy.name.endswith(self.store.session)
             if is_new and step_of(copy) > step_of(newest):
                 raise OvertakenError(
                     f"Another session has trained this run further: {copy}. This session stops at step "
-                    f"{step_of(newest):,}, saved in {self.source.dir}. The same command continues from the newest of "
-                    "both. To train a second run, choose another --output_dir."
+                    f"{step_of(newest):,}, saved in {self.source.dir}. To continue from the newer "
+                    "of the two, run the same command. To train a second run, choose another --output_dir."
                 )
 
     def copy_step(self, newest: Path) -> None:
         """Copy the newest checkpoint with the records of the run. Then delete copies older than the newest two."""
         began = time.monotonic()
         if self.store.copy(newest, newest.name, [self.source.dir / name for name in RECORDS]):
-            self.copied_at, self.copy_seconds = began, time.monotonic() - began
+            self.copied_at, self.last_copy_seconds = began, time.monotonic() - began
             log.info(f"Copied {newest.name} to {self.dir}")
         self.store.delete_older(step_of(newest))
 
@@ -303,12 +303,12 @@ class Mirror:
         """Request a last copy and wait for it, at most LAST_COPY_SECONDS (less once the user has pressed stop), or
         until it has failed for LAST_RETRY_SECONDS."""
         self.request_copy()
-        began, patience = time.monotonic(), 1.0
-        while not self.request.wait(patience) and self.overtaken is None and not self.closed:
+        began, poll_seconds = time.monotonic(), 1.0
+        while not self.request.wait(poll_seconds) and self.overtaken is None and not self.closed:
             limit = LAST_COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else LAST_COPY_SECONDS
-            if patience == 1.0:
+            if poll_seconds == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {duration(limit)} ...")
-            patience, now, failing_since = 0.02, time.monotonic(), self.failing_since
+            poll_seconds, now, failing_since = 0.02, time.monotonic(), self.failing_since
             if now - began > limit or (failing_since is not None and now - failing_since > LAST_RETRY_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "

@@ -161,10 +161,10 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 def any_process(*flags: bool) -> list[bool]:
     """Return for each flag whether it is true in any process. An all-reduce between hosts, so no GPU is waited for."""
-    return [bool(flag) for flag in largest(*flags)]
+    return [bool(flag) for flag in max_over_ranks(*flags)]
 
 
-def largest(*numbers: float) -> list[float]:
+def max_over_ranks(*numbers: float) -> list[float]:
     """Return each number's maximum over all processes. An all-reduce between hosts, so no GPU is waited for."""
     if GROUP is None or GROUP.in_rank_0_only:
         return list(numbers)

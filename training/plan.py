@@ -129,7 +129,7 @@ def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | N
     """Find the checkpoint to continue, find or make the token folder, and read the prompts. Rank 0 does this."""
     if lock is not None:
         lock.enter_context(Store(config.run_dir).locked())
-    previous = find_previous(config, mirror, is_trained=lock is not None)
+    previous = find_previous(config, mirror, will_train=lock is not None)
     shape = choose_shape(config, previous)
     detect_hardware(config, shape)  # reports what the machine lacks before a long text is tokenized
     prompts, base = read_run_prompts(config), find_adapter_base(config, previous, shape)
@@ -200,8 +200,8 @@ def find_adapter_base(config: Config, previous: Previous, shape: ModelConfig) ->
     narrowest = min(shape.embed_dim, shape.ff_dim)
     if config.lora_rank > narrowest:
         raise ConfigError(
-            f"lora_rank {config.lora_rank} is above {narrowest}, the smallest side of the model's matrices, and would "
-            "add nothing. 8 is usual."
+            f"lora_rank {config.lora_rank} is above {narrowest}, the smallest dimension of the model's matrices, so it "
+            "would not help. 8 is usual."
         )
     assert previous.source is not None, "`contradictions` requires one"
     base, lora = previous.source, previous.source.lora()
@@ -219,7 +219,7 @@ def find_adapter_base(config: Config, previous: Previous, shape: ModelConfig) ->
         )
     if config.resume == "never" and base.path.resolve().is_relative_to(config.run_dir.resolve()):
         raise CheckpointError(
-            f"The base of the adapters, {base.path}, is in the run that --resume never renames, {config.run_dir}. "
+            f"--resume never would rename {config.run_dir}, which contains the base of the adapters, {base.path}. "
             "Choose another --output_dir."
         )
     if CHECKPOINT_NAME.fullmatch(base.path.name):

@@ -13,7 +13,7 @@ from training.config import Config
 from training.hardware import Hardware
 from training.memory import clear_frames, estimate_memory, return_freed_memory
 from training.run import Run
-from training.step import Batch, StepResult, compute_update
+from training.step import Batch, StepResult, update_keeping_gradients
 
 MAX_MEMORY_SHARE = 0.4  # a recording keeps its own activations, beside those of unrecorded work
 
@@ -32,7 +32,7 @@ class RecordedStep:
         # The first pass of a step writes gradients, later ones add to them.
         self.replay_first, _ = recorder.record(self.first_pass)
         self.replay_next, _ = recorder.record(self.next_pass)
-        self.replay_update, self.result = recorder.record(lambda: compute_update(run, self.total, self.rate))
+        self.replay_update, self.result = recorder.record(lambda: update_keeping_gradients(run, self.total, self.rate))
         self.gradients = [parameter.grad for parameter in run.model.parameters()]  # keeps their memory
         run.optimizer.zero_grad(set_to_none=True)
         if run.config.eval_interval:
@@ -52,7 +52,7 @@ class RecordedStep:
             counts += [run.scaler._scale, run.scaler._growth_tracker]
         before = [tensor.clone() for tensor in counts]
         self.total.fill_(torch.nan)
-        recorder.warm_up(lambda: compute_update(run, self.total, self.rate))
+        recorder.warm_up(lambda: update_keeping_gradients(run, self.total, self.rate))
         torch._foreach_copy_(counts, before)
         run.optimizer.zero_grad(set_to_none=True)
         return_freed_memory(run.hardware.device)  # the recordings have their own pool

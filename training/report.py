@@ -108,7 +108,7 @@ class Report:
             self.update_progress(row)
             self.warn_of_other_programs()
             self.warn_of_skips()
-            if warning := self.spikes.warning(run.state.step, row["train_loss"]):
+            if warning := self.spikes.check_loss(run.state.step, row["train_loss"]):
                 log.info(warning)
             self.write(row)
 
@@ -164,8 +164,8 @@ class Report:
         step_seconds = (self.last.seconds - self.first.seconds) / steps
         left = self.run.steps_left(step_seconds) * step_seconds
         log.info(
-            f"Other programs use this CPU, and the training gets {share:.0%} of the time: about {duration(left)} are "
-            f"left, {duration(share * left)} if they stop. --threads 1 may be faster beside them."
+            f"Other programs leave {share:.0%} of the CPU to training: about {duration(left)} left, or "
+            f"{duration(share * left)} if they stop. --threads 1 may be faster meanwhile."
         )
 
     def warn_of_skips(self) -> None:
@@ -257,7 +257,7 @@ class Spikes:
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=SPIKE_WINDOW.stop - 1)
 
-    def warning(self, step: int, loss: float) -> str:
+    def check_loss(self, step: int, loss: float) -> str:
         """Return a warning if `loss` is far above the losses before, else an empty string. Record it."""
         warning = ""
         if len(self.losses) >= SPIKE_WINDOW.start:

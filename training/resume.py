@@ -20,8 +20,8 @@ from common.checkpoint import (
     BEST,
     Checkpoint,
     describe_damage,
+    find_newest_valid,
     find_problems,
-    newest_valid,
     open_checkpoint,
     step_folders,
     step_of,
@@ -44,17 +44,17 @@ from training.store import Store, finish_setting_aside, new_run_path, read_best_
 from training.text import describe_changes
 
 
-def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Previous:
-    """Find what the run folder and its mirror hold. If the run `is_trained` afterwards (its folder is locked), clean up
-    after a killed session, and copy what only the mirror has.
+def find_previous(config: Config, mirror: Mirror | None, will_train: bool) -> Previous:
+    """Find what the run folder and its mirror hold. With `will_train` (the folder is then locked), also clean up after
+    a killed session, and copy what only the mirror has.
 
     Raises ConfigError or CheckpointError if a folder belongs to another run, cannot be used, or holds only damaged
     checkpoints.
     """
     store = Store(config.run_dir)
-    if is_trained and config.resume != "never":
+    if will_train and config.resume != "never":
         finish_setting_aside(store, mirror.store if mirror is not None else None)
-    store.require_ours("--output_dir")
+    store.require_run_folder("--output_dir")
     if config.resume == "never":
         store.require_movable()
     if mirror is not None:
@@ -65,14 +65,14 @@ def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Pr
                 f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
                 "--checkpoint_dir out to train without copies."
             ) from None
-    if is_trained and not store.is_empty:
+    if will_train and not store.is_empty:
         store.clean_up()
         shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
     previous: Previous | None = None
     while previous is None:
         with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
             previous = find_checkpoint(config, store, mirror)
-            if is_trained and previous.checkpoint is not None:
+            if will_train and previous.checkpoint is not None:
                 previous = copy_here(previous, store, mirror)
     if mirror is not None:
         mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
@@ -81,11 +81,11 @@ def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Pr
 
 def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
     """Raise ConfigError or CheckpointError if the mirror is missing or belongs to another run."""
-    mirror.store.require_ours("--checkpoint_dir")
+    mirror.store.require_run_folder("--checkpoint_dir")
     mirror.require_usable()
     if config.resume == "never":
         mirror.store.require_movable()
-    mirror.known = {copy.name for copy in mirror.store.steps()}
+    mirror.initial_copies = {copy.name for copy in mirror.store.steps()}
     run_id = None
     for newest in store.steps()[:1]:
         with contextlib.suppress(CheckpointError, OSError):  # it may be damaged
@@ -102,7 +102,7 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
     """
     places = [store.steps_dir, *([mirror.store.steps_dir] if mirror is not None else [])]
     try:
-        newest = newest_valid(*places) if config.resume != "never" else None
+        newest = find_newest_valid(*places) if config.resume != "never" else None
     except CheckpointError as problem:
         raise CheckpointError(
             f"{problem}\nNothing was changed or deleted. Restore them from a copy, or start over with --resume never, "
@@ -136,8 +136,8 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
 
 
 def has_started_from(path: str, saved: Saved) -> bool:
-    """Return whether a run started from the weights at `path`: by the path, because the weights may have changed or
-    gone since, or by their hash, because they may have moved."""
+    """Return whether a run started from the weights at `path`. Compares the path, because the weights may have changed
+    or be gone, and their hash, because they may have moved."""
     if saved.config.get("init_from") == path:
         return True
     with contextlib.suppress(CheckpointError):
@@ -156,13 +156,13 @@ def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previo
     parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     if parent == store.dir.resolve():
         is_lost = mirror is not None and bool(find_problems(store.dir / BEST))
-        bests = mirror.store.bests() if mirror is not None and is_lost else []
+        bests = mirror.store.best_copies() if mirror is not None and is_lost else []
     else:
         store.steps_dir.mkdir(parents=True, exist_ok=True)
         if previous.is_own:
             here = store.step_path(step_of(folder))
             if try_copy(partial(store.copy, folder, here.name), folder, store):
-                print(f"Copies     restored {previous.checkpoint.path}, the newest checkpoint, to {store.dir}.")
+                print(f"Copies     {previous.checkpoint.path}, the newest checkpoint, was restored to {store.dir}.")
                 previous = replace(previous, checkpoint=Checkpoint(here))
         records = folder / RECORDS_FOLDER if (folder / RECORDS_FOLDER).is_dir() else parent
         for name in RECORDS:
@@ -183,7 +183,7 @@ def try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
     except OSError as problem:
         if source.exists():
             reason = problem.strerror or problem
-            print(f"Warning: {source} could not be copied to {store.dir} ({reason}); the training goes on.")
+            print(f"Warning: {source} could not be copied to {store.dir} ({reason}); training continues without it.")
             return False
     if not source.exists():
         raise FileNotFoundError(source)
@@ -203,7 +203,7 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
     run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
-        share_rank_0(run)
+        broadcast_from_rank_0(run)
     return has_summary and run.is_done
 
 
@@ -247,8 +247,8 @@ def new_state(run: Run, init: Checkpoint | None) -> TrainState:
         state = replace(state, initialized_from=init.weights_sha256())
     if run.mirror is not None:
         print(
-            f"Copies     go to {run.mirror.dir}. This run has none there yet. If it should, press Ctrl-C and mount the "
-            "right disk."
+            f"Copies     {run.mirror.dir}, which has none of this run yet. If you expected some, press Ctrl-C and "
+            "mount the right disk."
         )
     return state
 
@@ -300,7 +300,7 @@ def read_run_best(run: Run) -> TrainState | None:
     return read_best_state(best)
 
 
-def share_rank_0(run: Run) -> None:
+def broadcast_from_rank_0(run: Run) -> None:
     """Broadcast what rank 0 has loaded. Raises CheckpointError if the checkpoints are on another machine."""
     broadcast_tensors(list(run.model.state_dict().values()))
     broadcast_tensors(list(run.optimizer.tensors().values()))
@@ -349,12 +349,12 @@ def describe_text_change(run: Run, then: dict[str, Any]) -> str:
         f"files: {describe_changes(tokens, run.data.metadata)}\n"
         f"To continue on the old text, whose tokens are kept: --data_dir {tokens.path.parent} --output_dir "
         f"{config.run_dir} instead of --input.\nTo train these weights on the new text: --input "
-        f"{shlex.quote(config.input)} {length} --init_from {config.run_dir} --output_dir {config.run_dir}_2."
+        f"{shlex.quote(config.input)} {length} --init_from {config.run_dir} --output_dir {config.run_dir}_2"
     )
 
 
 def list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Return what may not change during a run: name -> value. The path of the adapters' base may."""
+    """Return the settings that may not change during a run, by name. The path of the adapters' base may change."""
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
     values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
     values["optimizer"] = optimizer

@@ -18,9 +18,9 @@ from common.checkpoint import (
     OPTIMIZER,
     STATE,
     WEIGHTS_FILES,
+    build_stored_config,
+    select_stored_weights,
     step_of,
-    stored_config,
-    stored_weights,
 )
 from common.errors import CheckpointError, MemoryExhausted
 from common.files import describe_session, json_bytes, write_json
@@ -178,7 +178,7 @@ class Saver:
             folders = []
             if self.best_due:
                 self.best = None  # the earlier ones are worse, and take memory
-                folders = self.store.bests()
+                folders = self.store.best_copies()
             if self.checkpoint_due:
                 folders.append(self.store.step_path(state.step))
                 run.saved_step = state.step
@@ -201,7 +201,7 @@ class Saver:
             self.join()
             best = {name: each if isinstance(each, bytes) else to_device(each) for name, each in self.best.items()}
             self.best, self.best_written = None, time.monotonic()
-            self.under_way = self.thread.submit(self.write, self.store.bests(), best)
+            self.under_way = self.thread.submit(self.write, self.store.best_copies(), best)
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
@@ -238,12 +238,12 @@ def build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", bes
     """Return the files of a checkpoint, or of the best weights, with tensors on `device`. With `copy`, they do not
     change while the training goes on."""
     metadata = run.data.metadata
-    config = stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
+    config = build_stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
     weights = WEIGHTS_FILES[0] if lora_of(run.model) is None else ADAPTERS
     moments = {} if best_only else {OPTIMIZER: to_device(run.optimizer.tensors(), device, copy)}
     return {
-        weights: to_device(stored_weights(run.model), device, copy),
+        weights: to_device(select_stored_weights(run.model), device, copy),
         **moments,
         "tokenizer.json": run.data.tokenizer_file,  # verified bytes, because the file may have changed
         "config.json": json_bytes(config),

@@ -101,13 +101,13 @@ def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
     lr = run.learning_rate
     if run.recorded is not None:
         return run.recorded.apply_update(lr)
-    result = compute_update(run, loss, lr)
+    result = update_keeping_gradients(run, loss, lr)
     run.optimizer.zero_grad(set_to_none=True)
     return result
 
 
-def compute_update(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> StepResult:
-    """Update the model as `apply_update` does, but keep the gradients. `lr` may be on the device."""
+def update_keeping_gradients(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> StepResult:
+    """Apply the update without clearing the gradients. `lr` may be on the device."""
     optimizer, scaler = run.optimizer, run.scaler
     if scaler.is_enabled():
         scaler.unscale_(optimizer)

@@ -54,13 +54,13 @@ class Store:
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Lock the folder. Raises CheckpointError if another process trains in it."""
 
-        def busy() -> CheckpointError:
+        def busy_error() -> CheckpointError:
             return CheckpointError(
                 f"Another process{describe_holder(self.dir / CONFIG)} is training in {self.dir}. Wait for it, stop it, "
                 "or choose another --output_dir."
             )
 
-        return locked(self.dir, busy)
+        return locked(self.dir, busy_error)
 
     # Listing
 
@@ -68,7 +68,7 @@ class Store:
         """Return the checkpoints, newest first; some may be damaged."""
         return step_folders(self.steps_dir)
 
-    def bests(self) -> list[Path]:
+    def best_copies(self) -> list[Path]:
         """Return the folders of best weights; they may be missing or damaged."""
         return [self.dir / BEST]
 
@@ -128,8 +128,8 @@ class Store:
             ) from problem
 
     def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
-        """Copy a checkpoint of another store, with the records of its run. Return False if an intact copy exists, or if
-        the source is replaced meanwhile. Raises OSError."""
+        """Copy a checkpoint from another folder, with the records of its run. Return False if an intact copy exists, or
+        if the source is replaced meanwhile. Raises OSError."""
         files, target = read_own_files(source), self.path_of(name)
         if not source.exists() or any(self.is_copy(copy, files) for copy in self.copies_of(name)):
             return False
@@ -218,8 +218,8 @@ class Store:
 
     # Checks
 
-    def require_ours(self, flag: str) -> None:
-        """Raise ConfigError if the folder of `flag` cannot be created, or holds files that are not a run's."""
+    def require_run_folder(self, flag: str) -> None:
+        """Raise ConfigError if the folder given by `flag` cannot be created or contains other files than a run's."""
         folder = self.dir
         existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not existing.is_dir():

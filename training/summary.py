@@ -19,10 +19,10 @@ from generation.passages import (
     Difference,
     Passage,
     add_scores,
-    choose_spread,
     compare_scores,
     find_in_training,
     find_training_tokens,
+    pick_evenly,
     read_held_out,
     score_next_sentences,
     score_passages,
@@ -168,7 +168,7 @@ def describe_companion(run: Run, bits_per_byte: float | None) -> str:
     alone = config.forecast.alone if config.forecast else None
     if alone and bits_per_byte:
         helped = "to have helped" if bits_per_byte < alone else "not to have helped (compare with a run without it)"
-        text += f". Forecast without it: {alone:.2f} bits per byte, so it seems {helped}"
+        text += f". Forecast without the companion: {alone:.2f} bits per byte, so it seems {helped}"
     return text
 
 
@@ -177,7 +177,7 @@ def describe_early_end(run: Run) -> str:
     config, state = run.config, run.state
     if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
         return ""
-    return f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}; with more epochs it would go on"
+    return f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}; more epochs would use the rest"
 
 
 def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None) -> str:
@@ -255,10 +255,8 @@ def score_on_passages(run: Run) -> dict[str, str]:
         facts = {}
         if run.data.metadata.chat_template is None:
             log.info("Scoring    next sentences of held-out passages ...")
-            guessed = score_next_sentences(
-                run.model, run.data.tokenizer, [each.text for each in choose_spread(passages)]
-            )
-            facts = {"Next sentence": str(guessed)} if guessed.of else {}
+            guessed = score_next_sentences(run.model, run.data.tokenizer, [each.text for each in pick_evenly(passages)])
+            facts = {"Next sentence": str(guessed)} if guessed.total else {}
         return facts | (compare_with_start(run, passages) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
         return {}
@@ -274,8 +272,8 @@ def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
     if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
         return {}
     held_out = {passage.text for passage in read_held_out(then)}
-    old = choose_spread([passage for passage in passages if passage.text in held_out])
-    new = choose_spread([passage for passage in passages if passage.text not in held_out])
+    old = pick_evenly([passage for passage in passages if passage.text in held_out])
+    new = pick_evenly([passage for passage in passages if passage.text not in held_out])
     known = find_in_training(then, new)
     parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
     before, tokenizer = load_checkpoint(base, run.model.device.type, torch.float32)

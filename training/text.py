@@ -152,7 +152,7 @@ class TextStats(NamedTuple):
     is_tokenized: bool = False
 
     @property
-    def doubt(self) -> float:
+    def difficulty_error(self) -> float:
         """Error of the forecast because the text is not an English book, bits per letter. From 17 texts in 15 languages
         (docs/benchmarks/scripts.md)."""
         is_other_alphabet = self.bytes > LATIN_BYTES_PER_LETTER * self.letters
@@ -194,7 +194,7 @@ def measure_text(config: Config) -> TextStats:
     if size < MIN_TEXT_BYTES:
         raise DataError(f"{config.input} has only {size:,} bytes of text. Training needs at least {MIN_TEXT_BYTES:,}.")
     share = max(1, SAMPLE_BYTES // len(sources))
-    sample = "".join(read_beginning(source, settings, share) for source in sources)
+    sample = "".join(sample_beginning(source, settings, share) for source in sources)
     scale = size / max(1, len(sample.encode()))
     letters = count_letters(sample) * scale
     vocabulary = choose_vocabulary(size)
@@ -216,7 +216,7 @@ def measure_text(config: Config) -> TextStats:
     )
 
 
-def read_beginning(source: Source, settings: Settings, size: int) -> str:
+def sample_beginning(source: Source, settings: Settings, size: int) -> str:
     """Return about `size` bytes of text from the beginning of a file; conversations as raw JSON."""
     if settings.format == "chat":
         blocks = islice(read_blocks(source), math.ceil(size / BLOCK_BYTES))

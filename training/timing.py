@@ -30,8 +30,8 @@ from training.hardware import (
 from training.memory import build_on_meta, estimate_memory, return_freed_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.recorded import can_record
+from training.step import Batch
 
-Batch = tuple[torch.Tensor, ...]
 MIN_TIMED_STEPS, MAX_TIMED_STEPS = 3, 12
 MIN_TIMED_TOKENS = 512
 TOKENIZING_BYTES_PER_SECOND = 3.5e6  # per core: 2 GB took two cores 280 s (docs/benchmarks/README.md)
@@ -69,17 +69,19 @@ class StepTimes(NamedTuple):
     """Times of a candidate's step: an update, and forward and backward passes over micro-batches."""
 
     update: float  # seconds
-    least: float  # seconds of the shortest pass
-    token: float  # seconds per token of a pass
+    min_pass: float  # seconds of the shortest pass
+    per_token: float  # seconds per token of a pass
     scatter: float = 0.0  # half of the range of step times, relative to their median
     cpu_share: float = 1.0  # CPU time / time; other programs took the rest
 
     def step_seconds(self, tokens: float, passes: int) -> float:
         """Return the seconds of a step of `tokens` in `passes` micro-batches."""
-        return self.update + max(passes * self.least, tokens * self.token)
+        return self.update + max(passes * self.min_pass, tokens * self.per_token)
 
     def scaled(self, factor: float) -> StepTimes:
-        return self._replace(update=factor * self.update, least=factor * self.least, token=factor * self.token)
+        return self._replace(
+            update=factor * self.update, min_pass=factor * self.min_pass, per_token=factor * self.per_token
+        )
 
 
 class Machine:
@@ -179,7 +181,7 @@ def time_parts(
     cpu: list[float] = []
     skip = torch.zeros((), device=hardware.device)
 
-    def pass_over() -> None:
+    def run_pass() -> None:
         with hardware.autocast():
             loss = step_model(*tokens)
         scaler.scale(loss).backward()
@@ -191,16 +193,16 @@ def time_parts(
         hardware.synchronize()
         return time.perf_counter()
 
-    do_pass: Callable[[], object] = pass_over
+    do_pass: Callable[[], object] = run_pass
     do_update: Callable[[], object] = take_update
     rows = len(tokens[0])
     records = can_record(config, hardware, candidate.memory(rows, rows, step_model is not model))
     if records:
         recorder = GraphRecorder()
-        recorder.warm_up(pass_over)
+        recorder.warm_up(run_pass)
         recorder.warm_up(take_update)
         optimizer.zero_grad(set_to_none=True)
-        do_pass, _ = recorder.record(pass_over)  # each replay writes the gradients
+        do_pass, _ = recorder.record(run_pass)  # each replay writes the gradients
         do_update, _ = recorder.record(take_update)
     while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()

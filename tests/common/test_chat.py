@@ -148,7 +148,7 @@ def test_an_empty_turn_and_a_good_order() -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], {"users": "x"}, dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES, "a ")])
-def test_a_template_that_is_none(values: object) -> None:
+def test_an_invalid_template(values: object) -> None:
     with pytest.raises(ValueError):
         template_from_dict(values)
     assert template_from_dict(TEMPLATE.to_dict()) == TEMPLATE

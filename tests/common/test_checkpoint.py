@@ -18,9 +18,9 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import (
+    find_newest_run,
+    find_newest_valid,
     find_problems,
-    newest_run,
-    newest_valid,
     open_checkpoint,
 )
 from common.errors import CheckpointError
@@ -191,33 +191,33 @@ def test_a_full_disk_at_any_file_leaves_the_checkpoints_as_they_were(save: Calla
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "manifest.json"])
-def test_the_newest_whole_checkpoint_is_found_and_the_damage_told(
+def test_the_newest_whole_checkpoint_is_found_and_the_damage_reported(
     broken: str, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = save("run/checkpoints/step_00000009"), save("run/checkpoints/step_00000010")
     (bad / broken).write_bytes((bad / broken).read_bytes()[:50])
-    found = newest_valid(bad.parent)
+    found = find_newest_valid(bad.parent)
     assert found is not None and found.path == good
     told = capsys.readouterr().err
     assert str(bad) in told and broken in told and "optimizer.safetensors" in told
     assert open_checkpoint(bad.parents[1]).path == good  # a run folder stands for its newest whole checkpoint
     shutil.rmtree(good)
-    for find in (lambda: newest_valid(bad.parent), lambda: open_checkpoint(bad.parents[1])):
+    for find in (lambda: find_newest_valid(bad.parent), lambda: open_checkpoint(bad.parents[1])):
         with pytest.raises(CheckpointError, match=f"All checkpoints are damaged(.|\n)*{bad} is damaged: .*{broken}"):
             find()
-    assert newest_valid(bad.parent / "none") is None
+    assert find_newest_valid(bad.parent / "none") is None
 
 
 def test_newest_run_is_the_one_written_last(save: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"train_colab_mmap\.py") as caught:
-        newest_run(tmp_path / "runs")
+        find_newest_run(tmp_path / "runs")
     assert caught.value.exit_code == 4
     older, newer = save("runs/b/checkpoints/step_00000900"), save("runs/a/checkpoints/step_00000003")
     os.utime(older / "manifest.json", (1_000, 1_000))
     os.utime(newer / "manifest.json", (2_000, 2_000))
-    assert newest_run(tmp_path / "runs") == tmp_path / "runs" / "a"
+    assert find_newest_run(tmp_path / "runs") == tmp_path / "runs" / "a"
     os.utime(older / "manifest.json", (3_000, 3_000))
-    assert newest_run(tmp_path / "runs") == tmp_path / "runs" / "b"
+    assert find_newest_run(tmp_path / "runs") == tmp_path / "runs" / "b"
 
 
 def test_no_source_loads_a_pickle_it_does_not_trust() -> None:
@@ -262,7 +262,7 @@ def test_the_blogs_checkpoint_form_loads(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_unknown_keys_are_told_and_a_config_that_is_none_is_refused(
+def test_unknown_keys_are_reported_and_an_invalid_config_is_refused(
     save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save("c")

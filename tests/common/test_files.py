@@ -83,7 +83,7 @@ def test_json_that_cannot_be_read_names_the_file_and_the_place(
     assert str(path) in str(caught.value) and said in str(caught.value)
 
 
-def test_where_a_file_system_has_no_locks_it_is_said(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*_: object) -> None:

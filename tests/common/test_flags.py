@@ -45,7 +45,7 @@ def test_flags_are_what_a_dataclass_declares() -> None:
     assert parsed("--count", "3", "--kind", "red", "--loud", "false") == {"count": 3, "kind": "red", "loud": False}
 
 
-def test_all_that_is_wrong_is_said_together() -> None:
+def test_all_that_is_wrong_is_reported_together() -> None:
     with pytest.raises(ConfigError) as refused:
         parsed("--names", "--word", "--share", "0", "--count", "many", "--kind", "blu", "--loudd", "--inner", "1")
     said = str(refused.value).splitlines()

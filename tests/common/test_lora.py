@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import open_checkpoint, stored_weights
+from common.checkpoint import open_checkpoint, select_stored_weights
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.lora import TARGET_MODULES, LoRA, adapters_of, add_adapters, load_adapters, merge
@@ -46,18 +46,20 @@ def test_merged_it_is_an_ordinary_model_that_says_the_same(options: dict, target
     model, merged = adapted(targets, **options), random_model(300, **options)
     with torch.inference_mode():
         before = merged(TOKENS)
-        merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(targets=targets), merged.config))
+        merged.load_weights(
+            merge(select_stored_weights(merged), adapters_of(model), lora(targets=targets), merged.config)
+        )
         torch.testing.assert_close(merged(TOKENS), model(TOKENS), atol=1e-4, rtol=0)
         assert (merged(TOKENS) - before).abs().max() > 0.1
 
 
 def test_a_cache_holds_what_the_adapters_say() -> None:
-    """For answers to prompts in the middle of a training."""
+    """As needed for answers to prompts during training."""
     from generation.completion import generate
     from generation.sampling import Sampling
 
     model, merged = adapted(), random_model(300)
-    merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(), model.config))
+    merged.load_weights(merge(select_stored_weights(merged), adapters_of(model), lora(), model.config))
     texts = [generate(each, bpe(), ["the cat"], Sampling(10, 0.0))[0].text for each in (model, merged)]
     assert texts[0] == texts[1]
 
@@ -76,7 +78,7 @@ def test_adapters_of_another_model_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=said):
             load_adapters(model, bad)
         with pytest.raises(ValueError, match=said):
-            merge(stored_weights(random_model(300)), bad, lora(), model.config)
+            merge(select_stored_weights(random_model(300)), bad, lora(), model.config)
     with pytest.raises(ValueError, match="not finite"):
         load_adapters(model, good | {name: torch.full_like(good[name], torch.nan)})
     load_adapters(model, good)
@@ -91,7 +93,7 @@ def test_adapters_of_another_model_are_refused_by_name() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_description_that_is_none_is_refused(change: dict) -> None:
+def test_an_invalid_description_is_refused(change: dict) -> None:
     assert build(LoRA, lora().to_dict()) == lora()
     with pytest.raises(ValueError, match=next(iter(change))):
         build(LoRA, lora().to_dict() | change)
@@ -147,7 +149,7 @@ def test_another_base_of_the_same_name_does_not_hide_the_right_one(
     assert open_checkpoint(tmp_path / "one" / "runs" / "lora" / "best").weights()
 
 
-def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path: Path) -> None:
+def test_a_missing_or_another_base_is_an_error_that_names_both(tmp_path: Path) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base")
     checkpoint = open_checkpoint(tmp_path / "lora")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
@@ -176,7 +178,7 @@ def test_a_base_of_the_blog(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(TOKENS), model(TOKENS), atol=1e-4, rtol=0)
 
 
-def test_adapters_without_a_word_of_what_for_are_refused(tmp_path: Path) -> None:
+def test_adapters_without_a_description_are_refused(tmp_path: Path) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base")
     file = tmp_path / "lora" / "config.json"
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "lora"}))

@@ -1,4 +1,4 @@
-"""What the machine is, as its files tell it."""
+"""Hardware detection from the machine's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: the flags of a small training, and what is read from its folder."""
+"""Shared by the GPU tests: the flags of a small training, and readers of its folder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 @contextlib.contextmanager
 def memory_limit(limit: int) -> Iterator[None]:
-    """Where the allocator has taken so many bytes from the GPU, it finds no more. The trainer sets no limit of its own
-    then, as it does on Windows."""
+    """Let the allocator take at most `limit` bytes of the GPU, and the trainer set no limit of its own."""
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
         with pytest.MonkeyPatch.context() as patch:

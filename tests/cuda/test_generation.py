@@ -40,7 +40,7 @@ def test_generation_leaves_cudnns_attention_out_and_back_in() -> None:
 
 
 def test_the_host_waits_for_nothing_between_two_tokens() -> None:
-    """Nor where prompts differ in length."""
+    """This includes prompts of different lengths."""
     model = random_model(len(CHARACTERS)).to(DEVICE)
     bias = torch.zeros(len(CHARACTERS), device=DEVICE)
     tokens = stream(model, [[1], [2, 3, 4]], Sampling(max_new_tokens=10), bias)
@@ -51,7 +51,7 @@ def test_the_host_waits_for_nothing_between_two_tokens() -> None:
 
 
 def test_greedy_text_is_that_of_the_cpu(tmp_path: Path, train: Callable, token_folder: Path) -> None:
-    """Of a model that has learned its text: in an untrained one the likeliest tokens are all but equal."""
+    """The model has learned its text, because an untrained one has nearly equal probabilities."""
     flags = {"precision": "fp32", "compile": "off", "dropout": 0.0, "eval_interval": 0, "checkpoint_steps": 0}
     result = train(tmp_path / "run", device=DEVICE, max_steps=300, **flags)
     assert result.code == 0, result.err

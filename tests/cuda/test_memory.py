@@ -48,7 +48,7 @@ def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, form: str
 
 
 def test_the_peak_of_a_run_is_its_own(tokens: Path) -> None:
-    """Not that of the dial, or of a run before in the same process."""
+    """The dial, or an earlier run in the same process, does not count."""
     large = torch.empty(1 << 28, device=DEVICE)
     del large
     opened(tokens)
@@ -103,7 +103,7 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
 def test_a_compile_that_fails_fits_the_micro_batch_again(
     tmp_path: Path, train: Callable, train_flags: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To uncompiled code, of which a step of 64 sequences would not fit."""
+    """Uncompiled, a step of 64 sequences would not fit."""
 
     def compiled(*batch: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no compiler found")
@@ -151,7 +151,7 @@ def test_memory_that_runs_out_in_the_compiler_is_free_at_the_next_attempt(
     assert reserved[1] <= reserved[0] - size
 
 
-def test_where_host_memory_would_be_taken_running_out_is_an_error() -> None:
+def test_running_out_is_an_error_if_the_driver_would_take_host_memory() -> None:
     """As on Windows: PyTorch is limited to what is free on the GPU, and to a little less."""
     device = torch.device("cuda", torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info(device)

@@ -93,7 +93,7 @@ def test_the_automatic_precision_trains_in_half_with_weights_in_full(tmp_path: P
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_in_fp16_goes_on_after_overflows_and_counts_them(
+def test_a_run_in_fp16_continues_after_overflows_and_counts_them(
     tmp_path: Path, train: Callable, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begun at a scale that is far too large; the one that was found is kept for the resumed run."""

@@ -107,7 +107,7 @@ def test_placements_give_the_same_batches(tokens: Path) -> None:
     ],
 )
 def test_a_step_that_does_not_report_waits_for_nothing(tokens: Path, flags: str) -> None:
-    """Not in fp16 either: whether a gradient overflowed is known to the device alone."""
+    """This includes fp16, where only the device knows whether a gradient overflowed."""
     training = opened(tokens, *flags.split(), "--gradient_accumulation_steps", "2")
     for _ in range(3):
         training.step()
@@ -153,7 +153,7 @@ def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def skipped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What each step says of itself: 1.0 if its update was skipped, else 0.0; on the device."""
+    """Record for each step, on the device, 1.0 if its update was skipped, else 0.0."""
     told = []
 
     def noted(*given: Any) -> StepResult:
@@ -191,7 +191,7 @@ def test_an_overflow_in_fp16_skips_the_update_and_halves_the_scale(
 def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(
     tokens: Path, optimizer: str, skipped: list[torch.Tensor]
 ) -> None:
-    """In the automatic precision: bf16 has no gradient scaler that would notice."""
+    """The automatic precision is bf16, which has no gradient scaler to notice it."""
     training = opened(tokens, "--compile", "off", "--graphs", "off", "--optimizer", optimizer)
     training.step()
     before = state_of(training)

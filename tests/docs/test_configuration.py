@@ -84,7 +84,7 @@ def code(value: Any) -> str:
 
 
 def allowed(f: FieldInfo) -> str:
-    """What may be given."""
+    """Describe the allowed values."""
     if choices := choices_of(f):
         return ", ".join(code(choice) for choice in choices)
     limits = [f"{said} {limit:,}" for said, limit in limits_of(f)]
@@ -116,7 +116,7 @@ def test_every_key_stands_in_it_once_with_values_that_are_taken() -> None:
 
 
 def problems_with(key: str, value: object) -> list[str]:
-    """What is wrong with the value itself, whatever it would need beside it."""
+    """Return the problems with the value itself, regardless of other settings."""
     problems: list[str] = []
     check(Config, {key: value, **({"num_heads": 1} if key == "embed_dim" else {})}, problems)
     return [problem for problem in problems if problem.startswith(f"{key} is {json.dumps(value)};")]

@@ -48,9 +48,9 @@ def companion_cell(specs: Specs, minutes: float) -> str:
     """Plan 1 MB of one's own with a companion of 1 GB."""
     own, companion = text_of(1e6), text_of(1e9)
     dial = dial_of(Pretended(specs), 1e9, minutes)
-    dial.own = own
+    dial.own_text = own
     choice = dial.find_best()
-    expected = forecast_own(own, companion, dial.config_of(choice), choice.passes, ratio=1.1)
+    expected = forecast_own(own, companion, dial.build_config(choice), choice.passes, ratio=1.1)
     return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {expected.loss:.2f}"
 
 

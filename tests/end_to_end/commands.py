@@ -126,7 +126,7 @@ def require_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stopping(parse):
-    """Where every flag is known, nothing happens after them."""
+    """Stop a script after it has read its flags."""
 
     def parse_known_args(self, args=None, namespace=None):
         known, unknown = parse(self, args, namespace)

@@ -50,7 +50,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(checkpoint: Path, *turns: Message, room: int | None = None) -> str:
-    """What the model says after these turns."""
+    """Return the model's answer after these turns."""
     model, tokenizer = generate.load_checkpoint(open_checkpoint(checkpoint), "cpu")
     return complete(model, tokenizer, [ChatTemplate().prompt_ids(tokenizer, turns, room)], GREEDY)[0].text.strip()
 
@@ -69,7 +69,7 @@ def test_a_prompt_is_a_question(chat: Path) -> None:
     assert (row["prompt"], row["completion"]) == ("the cat", expected)
 
 
-def test_raw_is_text_that_goes_on(chat: Path, plain: Path) -> None:
+def test_raw_continues_text(chat: Path, plain: Path) -> None:
     raw = ask("--checkpoint", chat, "--prompt", "the cat", "--raw").out
     assert raw == ask("--checkpoint", plain, "--prompt", "the cat").out and raw.startswith("the cat")
     assert raw != ask("--checkpoint", chat, "--prompt", "the cat").out
@@ -77,7 +77,7 @@ def test_raw_is_text_that_goes_on(chat: Path, plain: Path) -> None:
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, *lines: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """What is said to each line."""
+    """Return the answer to each line."""
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, "/quit"]) + "\n"))
     out = ask("--checkpoint", checkpoint, "--interactive", *flags).out
     return [said.strip() for said in out.split("> ")[1:-1]]
@@ -88,7 +88,7 @@ def test_a_conversation_is_remembered_and_can_be_forgotten(chat: Path, monkeypat
     cat, dog = Message("user", "the cat"), Message("user", "a dog")
     first = answer(chat, cat)
     assert said[:2] == [first, answer(chat, cat, Message("assistant", first), dog)]
-    assert said[2:4] == ["Conversation forgotten.", answer(chat, dog)] and said[1] != said[3]
+    assert said[2:4] == ["New conversation.", answer(chat, dog)] and said[1] != said[3]
 
 
 def test_the_oldest_turns_go_first(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_the_oldest_turns_go_first(chat: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(ChatTemplate().prompt_ids(bpe(), turns[:-1])) > 64
 
 
-def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
+def test_an_invalid_template_is_reported(tmp_path: Path) -> None:
     write_model(tmp_path / "model", chat=ChatTemplate())
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": {"user": 1}}))

@@ -266,9 +266,7 @@ def test_sampling_flags_have_their_effect(checkpoint, rows):
     assert text("--temperature", 0, "--repetition_penalty", 5) != greedy
 
 
-def test_what_stands_in_the_training_text_is_traced_to_its_line(
-    make_checkpoint, checkpoint, run, rows, fails, tmp_path
-):
+def test_copied_text_is_traced_to_its_line(make_checkpoint, checkpoint, run, rows, fails, tmp_path):
     asked = "--prompt", "a", "--max_new_tokens", "400", "--temperature", "0.8"
     (row,) = rows(*asked, "--checkpoint", checkpoint)
     (tmp_path / "my_text.txt").write_text("Not this line.\n" + row["completion"].replace(" ", "\n"))
@@ -323,7 +321,7 @@ def test_compare_answers_each_prompt_with_each_checkpoint(make_checkpoint, run, 
 
 @pytest.fixture
 def talk(run, checkpoint, monkeypatch) -> Callable[..., str]:
-    """What the prompt loop says to the given lines, after its greeting."""
+    """Return the prompt loop's answers to lines, without its greeting."""
 
     def call(*lines: str, flags: tuple = SHORT) -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -469,7 +467,7 @@ def test_no_run_at_all(fails, tmp_path):
     ],
     ids=" ".join,
 )
-def test_what_was_typed_wrong_is_named(fails, argv, said):
+def test_typing_mistakes_are_named(fails, argv, said):
     message = fails(2, *argv)
     assert all(word in message for word in said), message
 

@@ -37,7 +37,7 @@ def commands(language: str, text: str = README) -> list[str]:
 
 
 def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
-    """From the quickstart to characters, in one folder, each command ends with exit code 0."""
+    """Each command, from the quickstart to characters, ends with exit code 0 in one folder."""
     monkeypatch.chdir(tmp_path)
     sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
     Path("my_text.txt").write_text("".join(sentence.format(i, i * 7) for i in range(600)))
@@ -64,7 +64,7 @@ def test_a_page_shows_a_model(tmp_path):
 
 @pytest.mark.extras("transformers", "gguf")
 def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, capsys):
-    """What the hub would send is a GPT-2 of the shape that the trainer is told here."""
+    """The hub is replaced by a folder with a GPT-2 of the shape that the trainer gets here."""
     import huggingface_hub
 
     shape = {"num_layers": 1, "num_heads": 2, "max_seq_len": 32}
@@ -107,7 +107,7 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link can name in a page: its headings, in lower case, without punctuation, with hyphens for spaces."""
+    """Return the anchors of a page: its headings in lower case, without punctuation, with hyphens for spaces."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -133,7 +133,7 @@ def test_links_into_a_page_name_a_heading_of_it(path: Path) -> None:
 
 
 def test_the_map_names_every_file_of_the_wings() -> None:
-    """And nothing that is not there. A second name in a line stands in the folder of the first."""
+    """The map names no missing file. A second name in a line is in the folder of the first."""
     found = re.findall(r"^```text\n(.*?)^```", CONTRIBUTING, flags=re.MULTILINE | re.DOTALL)[0]
     named = set()
     for line in found.splitlines():

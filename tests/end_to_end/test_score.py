@@ -88,7 +88,7 @@ def fails(run) -> Callable[..., str]:
     return call
 
 
-def test_an_object_a_file_with_the_keys_that_are_promised(checkpoint, rows):
+def test_json_is_an_object_per_file_with_the_documented_keys(checkpoint, rows):
     made = rows("--score", "one.txt", "two.txt")
     assert [list(row) for row in made] == [KEYS, KEYS]
     assert [row["file"] for row in made] == ["one.txt", "two.txt"]
@@ -176,7 +176,11 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
         ("empty.txt", b"", r"it is empty \(empty.txt\)"),
         ("one_token.txt", b"a", "one_token.txt .* no document has two tokens"),
         ("latin.txt", b"caf\xe9s", r"it is not UTF-8.* \(latin.txt\)"),
-        ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
+        (
+            "strange.txt",
+            b"bad\ncafe!",
+            "strange.txt cannot be scored: 1 character is not in the vocabulary: '!' .* line 2, column 5",
+        ),
         ("missing.txt", None, "No such file or folder: missing.txt"),
         ("", None, "has an empty name"),
     ],

@@ -182,7 +182,7 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("change", ["text", "setting", "damage"])
-def test_what_has_changed_is_done_again(tmp_path: Path, change: str) -> None:
+def test_changed_files_are_read_again(tmp_path: Path, change: str) -> None:
     corpus(tmp_path / "text.txt")
     options = {"vocab_size": 300, "compress": True, "quiet": True}
     tokenize([str(tmp_path / "text.txt")], tmp_path / "out", **options)
@@ -262,7 +262,7 @@ def test_more_ids_than_16_bits_hold(tmp_path: Path) -> None:
         (["--input", "separators.txt"], 3, "has only 0 tokens"),
         (["--input", "separators.txt", "--tokenizer", "char"], 3, "at least one character"),
         (["--input", "letter.txt", "--tokenizer", "char"], 3, "has only 1 tokens"),
-        (["--input", "binary.txt"], 3, "it has zero bytes; if it is UTF-16"),
+        (["--input", "binary.txt"], 3, "NUL bytes"),
         (["--input", "text.txt", "--encoding", "utf-1"], 2, "--encoding is utf-1, which Python does not know"),
         (["--input", "text.txt", "--max_mb", "5"], 2, "--max_mb applies only to inputs that begin with hf://"),
         (["--input", "hf://datasets/one", "--max_mb", "5"], 3, "does not have the form hf://datasets/OWNER/NAME"),
@@ -399,7 +399,7 @@ def test_other_settings_do_not_continue(
     assert read(tmp_path / "out")[0]["vocab_size"] == 290
 
 
-def test_a_full_disk_is_said_and_the_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_and_the_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus(tmp_path / "text.txt")
     arguments = ["--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--vocab_size", 300]
 
@@ -518,7 +518,7 @@ def test_help_is_quick_and_names_every_flag() -> None:
     assert all(f"--{flag} " in result.stdout or f"--{flag}\n" in result.stdout for flag in flags.split())
 
 
-def test_what_was_left_by_a_kill_right_after_the_end_is_cleaned_up(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_right_after_the_end_are_removed(tmp_path: Path) -> None:
     corpus(tmp_path / "text.txt")
     flags = ("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "tokens", "--vocab_size", 300)
     assert run(*flags) == 0
@@ -532,7 +532,7 @@ def test_what_was_left_by_a_kill_right_after_the_end_is_cleaned_up(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "alpaca.json"])
 def test_conversations_are_not_taken_for_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """And the trainer reads them as what they are."""
+    """The trainer reads them with the right type."""
     records = [
         {"instruction": f"Say {i}.", "output": f"{i}, and then {i + 1}."}
         if name == "alpaca.json"
@@ -550,7 +550,7 @@ def test_conversations_are_not_taken_for_text(name: str, tmp_path: Path, capsys:
     assert " conversations in " in capsys.readouterr().out
 
 
-def test_tokens_of_another_text_are_replaced_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tokens_of_another_text_are_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name in ("first.txt", "second.txt"):
         (tmp_path / name).write_text(f"{name} is a text of its own.\n" * 20)
         argv = ["--input", str(tmp_path / name), "--output_dir", str(tmp_path / "out"), "--vocab_size", "300"]

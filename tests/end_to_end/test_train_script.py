@@ -101,7 +101,7 @@ def test_samples_have_a_table_for_each_evaluation_and_a_row_for_each_prompt(fini
         assert table[4][1:] == [table[4][1], ""]  # an answer without a known right one is shown all the same
 
 
-def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Callable, tmp_path: Path) -> None:
+def test_records_that_cannot_be_written_are_reported_once_and_stop_nothing(train: Callable, tmp_path: Path) -> None:
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text(json.dumps({"prompt": "the cat"}))
     assert train(run, eval_prompts=prompts, max_steps=2, eval_interval=2).code == 0
@@ -134,7 +134,7 @@ def test_the_summary_and_the_last_lines_tell_what_was_reached(finished: tuple[Pa
 def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an earlier, shorter run left a summary: that one is out of date."""
+    """An outdated summary of an earlier, shorter run is replaced, too."""
     assert train(tmp_path / "run", max_steps=6).code == 0
 
     def die(*_: Any) -> None:
@@ -182,7 +182,7 @@ def assert_refused(result: Any, code: int, *named: str) -> None:
     ],
     ids=["syntax", "unknown key", "two values", "heads", "a list", "quotes"],
 )
-def test_a_mistake_in_a_config_file_is_told_with_its_place(
+def test_a_mistake_in_a_config_file_is_reported_with_its_place(
     config: str, named: list[str], train: Callable, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.json").write_text(config)
@@ -207,7 +207,7 @@ def test_a_mistake_in_a_config_file_is_told_with_its_place(
     ],
     ids=str,
 )
-def test_a_mistaken_flag_is_told_before_anything_is_written(
+def test_a_wrong_flag_is_reported_before_anything_is_written(
     flags: dict[str, Any], named: list[str], train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -274,10 +274,10 @@ def test_spoiled_data_is_refused_and_left_as_it_is(
     ],
     ids=["number", "not JSON", "empty", "no file", "unknown character"],
 )
-def test_prompts_that_cannot_be_asked_are_told_before_the_first_step(
+def test_prompts_that_cannot_be_asked_are_reported_before_the_first_step(
     prompts: str | None, named: list[str], train: Callable, tmp_path: Path
 ) -> None:
-    """Not at the first evaluation, which may be hours of training later."""
+    """The first evaluation may be hours of training later."""
     path = tmp_path / "prompts.jsonl"
     if prompts is not None:
         path.write_text(prompts)

@@ -68,7 +68,7 @@ class LlamaServer:
         return {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
 
     def log_probability(self, prompt: list[int], token: int) -> float:
-        """Of the token, which must be harmless, after the prompt. A prompt that continues the one before is quick."""
+        """Return the log-probability of a token after the prompt. A prompt that continues the one before is quick."""
         question = {"prompt": prompt, "n_predict": 1, "n_probs": 1, "temperature": 0.0, "cache_prompt": True}
         answer = self.server.handle_completions(question | {"ignore_eos": True, "logit_bias": [[token, 1e6]]})
         (chosen,) = answer["choices"][0]["logprobs"]["content"]
@@ -76,7 +76,7 @@ class LlamaServer:
         return float(chosen["logprob"])
 
     def milliseconds_per_token(self, prompt: list[int], new_tokens: int) -> float:
-        """Of greedy generation after the prompt, by llama.cpp's own clock."""
+        """Time greedy generation after the prompt by llama.cpp's own clock."""
         question = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0.0, "cache_prompt": False}
         answer = self.server.handle_completions(question | {"ignore_eos": True})
         return float(answer["timings"]["predicted_per_token_ms"])

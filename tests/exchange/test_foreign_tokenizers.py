@@ -142,14 +142,14 @@ REFUSED = {
     "a negative id": (added(id=-3), "`tokenizers` cannot read"),
     "an id twice": (same_id_twice, "two of its tokens have the id"),
     "a pattern that is not one": (bad_pattern, "`tokenizers` cannot read .*: Oniguruma error"),
-    "Llama 2": (sentencepiece, r"but SentencePiece's BPE \(as in Llama 2, TinyLlama and Mistral\)\. GPT-2"),
-    "Unigram": (model(type="Unigram", unk_id=0, vocab=[["<unk>", 0.0], ["▁a", -1.0]]), "but SentencePiece's Unigram"),
+    "Llama 2": (sentencepiece, r"SentencePiece's BPE \(as in Llama 2, TinyLlama and Mistral\); only"),
+    "Unigram": (model(type="Unigram", unk_id=0, vocab=[["<unk>", 0.0], ["▁a", -1.0]]), "SentencePiece's Unigram"),
     "BERT": (
         model(type="WordPiece", unk_token="a", continuing_subword_prefix="##", max_input_chars_per_word=9, vocab={}),
-        r"but WordPiece \(as in BERT\)",
+        r"WordPiece \(as in BERT\)",
     ),
-    "words": (model(type="WordLevel", vocab={"a": 0, "b": 1}, unk_token="a"), "but a list of words"),
-    "characters": (model(type="BPE", vocab={"a": 0, "b": 1}, merges=[]), "but BPE of characters"),
+    "words": (model(type="WordLevel", vocab={"a": 0, "b": 1}, unk_token="a"), "a list of words; only"),
+    "characters": (model(type="BPE", vocab={"a": 0, "b": 1}, merges=[]), "BPE of characters; only"),
 }  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_the_tools_keep_a_tokenizer(form: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @needs_transformers
-def test_what_the_tool_refuses_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_refused_folders_leave_no_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write_model(tmp_path / "theirs", "qwen2", 1_400)  # the tokenizer has more
     assert import_hf.main([str(folder), str(tmp_path / "ours")]) == 3
     assert "has 1,508 ids, the model 1,400" in capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_a_file_says_what_begins_a_text() -> None:
 
 @needs_transformers
 def test_a_model_keeps_its_own_beginning_everywhere(tmp_path: Path) -> None:
-    """In documents, scores and conversations, and in what the exported folder gives."""
+    """It is kept in documents, scores, conversations and exports."""
     from transformers import AutoTokenizer
 
     theirs = write_model(tmp_path / "theirs", "llama3", 2_048)

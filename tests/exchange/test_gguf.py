@@ -162,7 +162,7 @@ def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids and the model a vocab_size of 300"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused(
+def test_unsupported_models_are_refused(
     tmp_path: Path, bpe: BPETokenizer, changes: dict[str, object], words: str
 ) -> None:
     model = build(bpe, **{"num_heads": 2, **changes})
@@ -213,7 +213,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_to_type(bpe: BPETokenizer) -> None:
+def test_suggested_commands(bpe: BPETokenizer) -> None:
     config, path = ModelConfig(65, max_seq_len=256), Path("runs/My Model!.gguf")
     command = gguf_export.llama_command(path, config)
     assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"

@@ -126,7 +126,7 @@ def half_of(read: Callable) -> Callable:
         ("no peft", 2, r"needs peft: .*requirements-extras\.txt"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
+def test_an_error_is_one_sentence_and_leaves_no_files(
     damage: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base", **QWEN3)

@@ -80,7 +80,7 @@ def test_gpt2_in_the_proportions_of_each_size(size: str, tmp_path: Path, capsys:
 
 
 def test_every_way_in_which_the_same_weights_lie_in_files(tmp_path: Path) -> None:
-    """With and without the prefix, the head, the old buffers; in one file or several; of PyTorch; in half precision."""
+    """Test files with and without prefix, head and old buffers; sharded; of PyTorch; in half precision."""
     from safetensors.torch import load_file, save_file
 
     theirs = their_model()
@@ -225,7 +225,7 @@ BAD = {
     "no BPE": (
         lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}'),
         3,
-        "tokenizers",
+        "only byte-level BPE is supported",
     ),
     "labels": (change(num_labels=10**12), 0, ""),  # nothing that is used of it: no memory is taken for them
 }

@@ -70,7 +70,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 @given(configs())
 @settings(max_examples=60)
-def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
+def test_a_round_trip_changes_no_bit(config: ModelConfig) -> None:
     state = random_model(**config.to_dict()).state_dict()
     if config.tie_embeddings:
         del state["head.weight"]
@@ -123,7 +123,7 @@ def test_rope_parameters_are_read_as_older_files_have_them() -> None:
         ("qwen3", {"head_dim": 8}, "the weights do not match the config"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_its_name(name: str, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_options_are_refused_by_name(name: str, changes: dict[str, Any], words: str) -> None:
     _, hf_config, tensors = converted(name)
     with pytest.raises(ConversionError, match=words):
         from_hf(hf_config | changes, tensors)
@@ -137,7 +137,7 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(name: str, changes: dic
         ({"norm": "layernorm", "norm_gain": False}, "norm 'layernorm'"),
     ],
 )
-def test_what_no_class_has_is_refused_by_its_name(changes: dict[str, Any], words: str) -> None:
+def test_combinations_that_no_class_has_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
     config = random_model(40, **{**LLAMA, **changes}).config
     with pytest.raises(ConversionError, match=f"does not support .*{words}"):
         hf_model_type(config)
@@ -158,7 +158,7 @@ def test_qwens_architectures_have_no_scaled_rotation_in_llama_cpp() -> None:
 
 
 def test_groups_of_queries_share_keys_and_values() -> None:
-    """With the keys and values of each group repeated for each of its queries, it is ordinary attention."""
+    """Grouped attention equals ordinary attention with repeated keys and values."""
     grouped = random_model(40, **FORMS["llama"])
     config = grouped.config
     whole = TransformerLanguageModel(dataclasses.replace(config, num_kv_heads=config.num_heads)).eval()

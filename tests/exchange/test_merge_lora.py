@@ -62,7 +62,7 @@ def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) ->
         ("other logits", 4, "the adapted model computes other logits"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
+def test_an_error_is_one_sentence_and_leaves_no_files(
     damage: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     folder, out = tmp_path / "lora", tmp_path / "place" / "out"

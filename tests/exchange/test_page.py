@@ -109,7 +109,7 @@ def refused(folder: Path, *words: str) -> str:
     return str(done.err)
 
 
-def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     write_model(tmp_path / "mine")
     (tmp_path / "mine.html").write_text("a letter")
     assert "mine.html already exists" in refused(tmp_path / "mine")
@@ -189,7 +189,7 @@ class Visitor:
             self.tab.get_by_label(name).fill(str(value))
 
     def write(self, text: str) -> str:
-        """What the model writes last."""
+        """Return the model's last text."""
         self.tab.locator("#text").fill(text)
         self.tab.locator("#go").click()
         self.tab.locator("#go:enabled").wait_for()
@@ -209,7 +209,7 @@ def greedy(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | 
 @in_browser
 @pytest.mark.parametrize("form", FORMS)
 def test_it_writes_what_generate_writes_also_beyond_the_context(browser: Any, tmp_path: Path, form: str) -> None:
-    """With the same weights: f16 of every form, and int8 of one."""
+    """The page has the same weights: f16 of every form, int8 of one."""
     model = write_model(tmp_path / "mine", **FORMS[form])
     for kind in ("f16", "int8") if form == "modern" else ("f16",):
         with Visitor(browser, written(tmp_path / "mine", "--type", kind)) as visitor:
@@ -231,7 +231,7 @@ def test_adapters_are_merged(browser: Any, tmp_path: Path) -> None:
 @in_browser
 @pytest.mark.parametrize("form", [WordForm(), WordForm("qwen35", to_nfc=True)], ids=["gpt-2", "qwen35"])
 def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path, form: WordForm) -> None:
-    """Of both ways in which a vocabulary is learned here."""
+    """Both ways of training a vocabulary are supported."""
     tokenizer = BPETokenizer.train([PROBE_TEXT * 3, generated_text(2_000), HINDI * 3], 600, 2, *form)
     write_model(tmp_path / "mine", tokenizer)
     random = np.random.RandomState(0)
@@ -277,7 +277,7 @@ def test_a_model_of_characters_says_which_it_does_not_know(browser: Any, tmp_pat
 
 @in_browser
 def test_choices_are_those_of_the_sampler(browser: Any, tmp_path: Path) -> None:
-    """For the same random numbers; also where all tokens are nearly as likely, and where one is certain."""
+    """The random numbers are the same. Includes nearly uniform tokens, and one that is certain."""
     write_model(tmp_path / "mine")
     cases = [
         [(torch.randn(300) * spread).tolist(), temperature, top_p, uniform]
@@ -330,7 +330,7 @@ def test_a_conversation(browser: Any, tmp_path: Path) -> None:
         assert visitor.tab.locator("#text").input_value() == "What is the capital of France?"
         visitor.tab.locator("#text").fill(" ")
         visitor.tab.locator("#go").click()
-        visitor.tab.get_by_text("This model answers: type a question.").wait_for()
+        visitor.tab.get_by_text("This is a chat model. Type a question.").wait_for()
         messages: list[Message] = []
         for question in ("the cat?", " a dog\n", "the big red dog ran over the hill " * 2):
             messages.append(Message("user", question))
@@ -343,7 +343,7 @@ def test_a_conversation(browser: Any, tmp_path: Path) -> None:
         assert visitor.tab.locator(".turn").count() == 6
         visitor.tab.locator("#text").fill("the cat " * 100)
         visitor.tab.keyboard.press("Enter")
-        visitor.tab.get_by_text("tokens, and the model reads 80").wait_for()
+        visitor.tab.get_by_text("tokens, but the context is 80").wait_for()
         assert visitor.tab.locator("#text").input_value() == "the cat " * 100  # to be made shorter
         visitor.tab.locator("#clear").click()
         assert visitor.tab.locator(".turn").count() == 0

@@ -53,7 +53,7 @@ class ScriptedModel(TransformerLanguageModel):
 
 
 def naive_tokens(model: TransformerLanguageModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """What `generate` does for one prompt, without a cache: the whole window is read again for each token.
+    """Generate like `generate` for one prompt, but without a cache: read the whole window again for each token.
 
     When the window is full, its second half is kept and grows again.
     """
@@ -83,7 +83,7 @@ def test_below_the_context_length_the_text_is_that_of_a_loop_without_cache(model
 
 @either_way
 @pytest.mark.parametrize("prompt", ["a", "badgecab", "abcdefgh" * 2, "abcdefgh" * 5])
-def test_past_the_context_it_keeps_going_on_the_second_half(model, characters, sampling, prompt):
+def test_past_the_context_it_continues_from_the_second_half(model, characters, sampling, prompt):
     sampling = changed(sampling, **FAR)
     completion = generate(model, characters, [prompt], sampling)[0]
     assert completion.tokens == len(completion.text) == 3 * CONTEXT
@@ -148,7 +148,7 @@ def test_generation_neither_reads_nor_moves_the_global_random_state(model, chara
 
 
 def test_an_empty_prompt_starts_a_document(bpe):
-    """With the end-of-text token, which separates documents, in front; without one, the text starts all the same."""
+    """An empty prompt becomes the end-of-text token, which separates documents, if there is one."""
     model = random_model(bpe.vocab_size)
     text = generate(model, bpe, [""], changed(GREEDY, max_new_tokens=1))[0]
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_text_held_back_for_a_stop_string_is_shown_at_the_end_of_the_document(bp
     assert made.text == "".join(pieces) == " cat do"
 
 
-def test_a_text_that_has_ended_stays_as_it_is_while_others_go_on(characters):
+def test_a_text_that_has_ended_stays_as_it_is_while_others_continue(characters):
     """Rows of one batch stop at different times, and each has its own text."""
     model = random_model(len(CHARACTERS))
     prompts = ["a", "cab", "hh", "fed"]

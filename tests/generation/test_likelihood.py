@@ -1,4 +1,4 @@
-"""What is told of tokens while they are made, against a full pass over prompt and text, and against the score."""
+"""Token probabilities during generation equal those of a full pass over prompt and text, and of the score."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 3
 
 
 def logprobs_of(model, ids: list[int]) -> torch.Tensor:
-    """Of the token after each of the ids, (T, V)."""
+    """Return the log-probabilities of the next token after each id, (T, V)."""
     with torch.no_grad():
         return model(torch.tensor([ids]))[0].log_softmax(dim=-1)
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from generation.passages import (
     Passage,
-    choose_spread,
     compare_scores,
     find_in_training,
     find_places,
+    pick_evenly,
     read_held_out,
     score_next_sentences,
     score_passages,
@@ -39,7 +39,7 @@ def metadata_of(text: str, folder: Path, **options: Any) -> TokenMetadata:
 
 
 @pytest.mark.parametrize("options", [{"vocab_size": 300}, {"tokenizer": "char"}], ids=["bpe", "characters"])
-def test_what_is_held_out_is_not_in_the_training_part_and_the_rest_is(options: dict, tmp_path: Path) -> None:
+def test_held_out_passages_are_not_in_the_training_part_and_the_rest_is(options: dict, tmp_path: Path) -> None:
     text = generated_text(120_000, seed=3)
     held_out = read_held_out(metadata := metadata_of(text, tmp_path / "a", **options))
     assert held_out and all(passage.text.strip() in text for passage in held_out)
@@ -116,7 +116,7 @@ def test_sentences_end_as_people_end_them(text: str, sentences: int) -> None:
 
 @given(st.integers(0, 1000))
 def test_items_are_spread_evenly(count: int) -> None:
-    chosen = choose_spread(list(range(count)))
+    chosen = pick_evenly(list(range(count)))
     assert (
         len(chosen) == min(count, 200)
         and chosen[:1] + chosen[-1:] == ([0, count - 1] if count > 1 else [0, 0] * count)[:2]

@@ -46,7 +46,7 @@ def test_the_text_is_that_of_the_unrecorded_stream(
     assert len(recorders) == 2 and [len(recorder.tapes) for recorder in recorders] == [0, 1]
 
 
-def test_where_recording_fails_the_text_comes_unrecorded(
+def test_generation_is_unrecorded_if_recording_fails(
     monkeypatch: pytest.MonkeyPatch, characters, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(TapeRecorder):

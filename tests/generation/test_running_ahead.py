@@ -1,4 +1,4 @@
-"""What generation does on a GPU, which takes the next step before the host reads the token; here on the CPU."""
+"""Running ahead as on a GPU, which takes the next step before the host reads the token; here on the CPU."""
 
 from __future__ import annotations
 

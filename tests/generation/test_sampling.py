@@ -77,7 +77,7 @@ def test_choose_draws_from_the_softmax(sampling, kept):
     st.integers(0, 10),
     st.floats(0.05, 1) | st.just(1.0),
 )
-def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, ties, us, temperature, top_k, top_p):
+def test_looking_at_the_most_likely_tokens_first_changes_no_choice(seed, spread, ties, us, temperature, top_k, top_p):
     """Peaked rows and flat ones, with equal logits and forbidden tokens."""
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * spread
     logits = logits.round() if ties else logits
@@ -108,7 +108,7 @@ def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e300])
-def test_choose_bears_extreme_temperatures(temperature):
+def test_choose_handles_extreme_temperatures(temperature):
     """Neither overflow nor -inf divided by it may let a forbidden token through."""
     logits = torch.tensor([[3.0, -torch.inf, 9.0, -torch.inf]]).expand(20, -1)
     uniforms = torch.linspace(0, 0.999, 20, dtype=torch.float64)

@@ -73,7 +73,7 @@ def json_mutations(value: Any, count: int, seed: int) -> Iterator[Mutation]:
 
 
 def header_mutations(content: bytes, count: int, seed: int) -> Iterator[Mutation]:
-    """Of the header of a safetensors file, which is JSON behind its length."""
+    """Mutate the header of a safetensors file, which is JSON after its length."""
     size = int.from_bytes(content[:8], "little")
     for name, header in json_mutations(json.loads(content[8 : 8 + size]), count, seed):
         yield Mutation(name, len(header).to_bytes(8, "little") + header + content[8 + size :])

@@ -1,4 +1,4 @@
-"""What is mutated, and who reads it: tiny files of every kind, each with a function that uses what it holds."""
+"""The files to mutate and their readers: tiny files of every kind, each with a function that uses its content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_bpe_tokenizer(path: Path) -> None:
 
 
 def use_tokenizer(tokenizer: Tokenizer) -> None:
-    """Whatever a file made of it, a tokenizer holds what its class promises."""
+    """Check the invariants of a tokenizer."""
     with contextlib.suppress(ValueError):  # the characters of TEXT may be gone
         ids = tokenizer.encode(TEXT)
         assert tokenizer.decode(ids) == TEXT

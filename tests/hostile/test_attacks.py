@@ -37,7 +37,7 @@ def training(tmp_path: Path) -> Training:
 )
 @pytest.mark.parametrize("key", ["bin_file", "tokenizer_file"])
 def test_metadata_reaches_no_file_elsewhere(key: str, name: str, training: Training) -> None:
-    """What lies there would do: it is the very file."""
+    """The link leads to the right file, and is refused all the same."""
     folder = training.token_folder
     secret = folder.parent / "secret.bin"
     shutil.copy(folder / ("tokens.bin" if key == "bin_file" else "tokenizer.json"), secret)

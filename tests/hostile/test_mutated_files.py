@@ -1,5 +1,5 @@
-"""Whatever has become of a file, it is refused with a message that names it, or used: no other exception, no hang, no
-memory beyond what it holds. A failure names the kind of file and the mutation."""
+"""A mutated file is refused with a message that names it, or used: no other exception, no hang, no excess memory. A
+failure names the kind of file and the mutation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[str, Case]:
-    """By kind. No hash stands before what is mutated: the metadata has none, the manifest is made to agree."""
+    """Return the cases by kind. No hash protects the mutated part: the metadata has none, the manifest is updated."""
     folder = tmp_path_factory.mktemp("hostile")
     open_to_all = Training(folder / "run")
     data, config, checkpoint = open_to_all.token_folder, open_to_all.config, open_to_all.checkpoint
@@ -106,7 +106,7 @@ def test_a_mutated_file_is_refused_by_name_or_used(kind: str, cases: dict[str, C
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
-def test_whatever_changes_in_a_checkpoint_is_found_by_its_hash(name: str, training: Training) -> None:
+def test_any_change_in_a_checkpoint_is_found_by_its_hash(name: str, training: Training) -> None:
     path = training.checkpoint / name
     original = path.read_bytes()
     mutations = [m for m in byte_mutations(original, 60, seed=19) if m.content != original]
@@ -115,7 +115,7 @@ def test_whatever_changes_in_a_checkpoint_is_found_by_its_hash(name: str, traini
 
 
 @pytest.mark.parametrize("name", HASHED)
-def test_whatever_changes_in_a_token_folder_is_found_by_its_hash(name: str, training: Training) -> None:
+def test_any_change_in_a_token_folder_is_found_by_its_hash(name: str, training: Training) -> None:
     path = training.token_folder / name
     original = path.read_bytes()
     mutations = [m for m in byte_mutations(original, 60, seed=20) if m.content != original]
@@ -126,7 +126,7 @@ def test_whatever_changes_in_a_token_folder_is_found_by_its_hash(name: str, trai
 def refusals(
     path: Path, mutations: list[Mutation], use: Callable[[], object]
 ) -> Iterator[tuple[str, BaseException | None]]:
-    """For each mutation its name, and what was raised. The file is as it was at the end."""
+    """Yield the name of each mutation and the exception. Restores the file at the end."""
     original = path.read_bytes()
     try:
         for mutation in mutations:

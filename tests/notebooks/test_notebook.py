@@ -96,7 +96,7 @@ class Machine:
 
 
 def shown(cell: Any) -> str:
-    """What stands below a cell, an output after the other."""
+    """Return the outputs of a cell, joined."""
     parts = []
     for output in cell.outputs:
         data = output.get("data", {})
@@ -151,7 +151,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         for step in range(1, 5):
             machine.run(step)
         told = machine.run(5)
-        assert f"restored {saved}" in told and f": step {stopped}" in told
+        assert f"{saved}, the newest checkpoint, was restored" in told and f": step {stopped}" in told
         assert "exactly right" in told and "What is the capital of Egypt?" in told
         steps = [row["step"] for row in read_metrics(run)]
         assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
@@ -172,8 +172,8 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         assert Path(download["name"]).name == "quickstart.zip" and download["size"] > 10_000
 
 
-def test_a_text_of_ones_own(tmp_path: Path, drive: Path) -> None:
-    """Of another vocabulary, evaluated with prompts of its own; and it is not confused with a second text."""
+def test_your_own_text(tmp_path: Path, drive: Path) -> None:
+    """Another vocabulary and other prompts; a second text is not confused with it."""
     fields = {"source": "path", "path": "mine.txt", "minutes": 0.1, "use_drive": False}
     fields |= {"sample_prompts": " Once | Wie heißt | ", "more_flags": f"{TINY} --compile off", "seconds_to_read": 1}
     machine = Machine(tmp_path / "first", drive, fields)

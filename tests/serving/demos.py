@@ -73,7 +73,7 @@ class Demo:
 
 @contextlib.contextmanager
 def started(folder: Path, *words: str) -> Iterator[Demo]:
-    """In `folder`, on a free port; it calls nobody, prints no traceback of ours and ends at a signal."""
+    """Start the demo in `folder` on a free port. It calls nobody, prints no traceback of ours and ends at a signal."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hear").mkdir()
     (folder / "hear" / "sitecustomize.py").write_text(LISTENING_IN)

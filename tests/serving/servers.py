@@ -42,7 +42,7 @@ class Server:
 
 
 def print_to_files() -> None:
-    """In the process's folder."""
+    """Redirect stdout and stderr to files in the process's folder."""
     for number, name in ((1, "out"), (2, "err")):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)

@@ -1,4 +1,4 @@
-"""What the demo shows, without its page: checkpoints that are found, texts side by side, conversations."""
+"""The demo without its page: found checkpoints, texts side by side, conversations."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_texts_are_those_of_generate_side_by_side(library: Library, changes: dic
             model, tokenizer, "the cat", 12, **sampling
         )
         assert card["turns"][0] == {"who": "prompt", "text": "the cat", "tokens": []}
-        assert card["note"].startswith("12 tokens, ") and card["note"].endswith("seed 7, length reached")
+        assert card["note"].startswith("12 tokens, ") and card["note"].endswith("seed 7, token limit reached")
         assert "problem" not in card and not card["running"]
     assert [card["title"] for card in cards] == ["letters, step 9", "letters, step 8"]
     assert cards[0]["turns"] != cards[1]["turns"]
@@ -163,7 +163,9 @@ def test_a_text_may_begin_with_nothing_and_the_end_is_a_token(library: Library) 
 
     talker.model.head.register_forward_hook(certain)
     (card,) = page_of(complete(library, [names(library)["talker, best"]], "Why?", USUAL))
-    assert card["turns"][1]["tokens"][-1][:2] == ["", END_LABEL] and card["note"].endswith("seed 7, ended by itself")
+    assert card["turns"][1]["tokens"][-1][:2] == ["", END_LABEL] and card["note"].endswith(
+        "seed 7, stopped at the end of the text"
+    )
     assert card["turns"][1]["text"] == ""
 
 
@@ -183,7 +185,7 @@ def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
-def test_a_model_that_fails_on_the_way_is_told_of(
+def test_a_model_that_fails_while_writing_is_reported(
     library: Library, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_model, "SHOW_INTERVAL_SECONDS", 0.0)
@@ -259,7 +261,7 @@ def test_a_question_that_cannot_be_asked_leaves_the_conversation_as_it_was(libra
         assert said in card["problem"]
 
 
-def test_that_it_forgets_is_said(library: Library) -> None:
+def test_forgotten_turns_are_reported(library: Library) -> None:
     history: list[Turn] = []
     for i in range(6):  # 128 tokens hold two or three of them
         history += [Turn("user", f"What is the cat number {i}?"), Turn("model", "the cat sat on a mat and saw one.")]
@@ -268,6 +270,6 @@ def test_that_it_forgets_is_said(library: Library) -> None:
     assert len(card["turns"]) == 14, "the page shows them still"
 
 
-def test_where_there_is_nothing_the_message_says_what_to_type(tmp_path: Path) -> None:
+def test_without_a_model_the_message_says_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No trained model in .*/runs/, a/. Train one"):
         Library([tmp_path / "runs", Path("a")], "cpu").require_any()

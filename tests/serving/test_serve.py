@@ -51,13 +51,13 @@ def talker(models: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def letters(models: Path) -> Iterator[Server]:
-    """For other machines too, with a key."""
+    """Serve to other machines, with a key."""
     with started(models / "spells", str(models / "letters"), "--host", "0.0.0.0", key=KEY) as server:
         yield server
 
 
 def expected(folder: Path, prompt: str, tokens: int) -> str:
-    """What generate.py makes of it, greedily."""
+    """Return the greedy text of generate.py."""
     model, tokenizer = generate.load_model(folder, "cpu")
     return generate.generate_text(model, tokenizer, prompt, tokens, temperature=0).removeprefix(prompt)
 
@@ -107,7 +107,7 @@ def test_two_clients_at_once_and_one_that_does_not_read(letters: Server, models:
             assert list(answers) == [expected(models / "letters", prompt, 30) for prompt in prompts]
 
 
-def test_what_it_says_to_type_works(talker: Server) -> None:
+def test_suggested_commands_work(talker: Server) -> None:
     assert talker.port and talker.printed.startswith("Model      talker, from ")
     (command,) = re.findall(r"^Try +(curl .*)", talker.printed, flags=re.MULTILINE)
     if shutil.which("curl"):
@@ -132,7 +132,7 @@ def test_the_file_is_written_once_and_again_when_the_weights_are_newer(tmp_path:
     assert find_or_write_gguf(Checkpoint(tmp_path), "letters").read_bytes() != before[0]
 
 
-def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_mistakes_are_reported(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "foreign", **MODERN, rope_scaling=(8.0, 1.0, 4.0, 16.0))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -93,7 +93,7 @@ def test_half_a_line_waits(run: Path) -> None:
     assert reader.read()["columns"]["step"] == list(range(1, 22))
 
 
-def test_a_run_that_goes_on_forgets_the_steps_after_its_checkpoint(run: Path) -> None:
+def test_a_run_that_continues_forgets_the_steps_after_its_checkpoint(run: Path) -> None:
     """The file is shorter then; or has grown beyond its length of before by the time of the next look."""
     reader = RunReader(run, "plain")
     reader.read()
@@ -115,7 +115,7 @@ def test_a_run_that_is_started_over_or_gone(run: Path) -> None:
     assert reader.read()["columns"]["step"] == [1]
 
 
-def test_lines_that_are_no_rows_are_passed_over(run: Path) -> None:
+def test_lines_that_are_no_rows_are_skipped(run: Path) -> None:
     lines = ["", "{", "[1]", "3", '{"train_loss": 1}', '{"step": "9"}', '{"step": true}', '{"step": NaN}', "[" * 9_999]
     values = ['{"step": 2, "train_loss": Infinity, "lr": "x", "mfu": 1e999, "tokens": ' + "9" * 400 + "}", "\xff\xfe"]
     (run / "metrics.jsonl").write_text("\n".join([*lines, *values]) + "\n", encoding="latin-1")
@@ -138,7 +138,7 @@ def test_a_pipe_is_not_waited_for(run: Path, pipe: Path) -> None:
     assert "not a regular file" in read(run)["problem"]
 
 
-def test_of_a_long_run_nothing_that_stands_out_is_lost(run: Path) -> None:
+def test_outliers_of_a_long_run_are_kept(run: Path) -> None:
     rows = [row(step, train_loss=2 + step % 7 / 10) for step in range(1, 20_001)]
     rows[7_777]["train_loss"] = 99.0
     for evaluated in rows[99::100]:
@@ -282,7 +282,7 @@ def test_settings_differ_by_what_was_trained(browser: Any, tmp_path: Path) -> No
     assert told == ["max_steps\t40\t40\t0", "micro_batch_size\tnot set\t8\tnot set"]
 
 
-def test_of_few_steps_each_is_written_once(browser: Any, tmp_path: Path) -> None:
+def test_each_of_few_steps_is_written_once(browser: Any, tmp_path: Path) -> None:
     write_page(tmp_path, make_run(tmp_path / "short", steps=3))
     with opened(browser, tmp_path) as page:
         below = page.locator("figure").first.locator("text:not([x='47'])").all_text_contents()
@@ -360,7 +360,7 @@ def test_the_script_says_where_the_page_is_and_ends_with_ctrl_c(run: Path) -> No
 # What keeps it from starting
 
 
-def test_what_is_wrong_with_a_command_is_said(
+def test_mistakes_in_a_command_are_reported(
     run: Path, server: watch_page.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parents[1])

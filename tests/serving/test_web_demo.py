@@ -54,7 +54,7 @@ def visitor(demo: Demo, context: Any) -> Iterator[Visitor]:
 
 
 def expected(models: Path, step: int, prompt: str, tokens: int, seed: int) -> str:
-    """What generate.py makes of it."""
+    """Return the text of generate.py."""
     path = models / "runs" / "letters" / "checkpoints" / f"step_{step:08}"
     model, tokenizer = generate.load_model(path, "cpu")
     text = generate.generate_text(model, tokenizer, prompt, tokens, seed=seed)
@@ -95,7 +95,9 @@ def test_text_streams_and_stops(visitor: Visitor, models: Path) -> None:
     assert expected(models, 9, "the", len(text), 3) == text
     visitor.fill(Length="7")
     visitor.button("Generate").click()
-    assert visitor.finished("length reached") == [expected(models, 9, "the", 7, 3)], "at once: nothing goes on unseen"
+    assert visitor.finished("token limit reached") == [expected(models, 9, "the", 7, 3)], (
+        "at once: nothing goes on unseen"
+    )
 
 
 def test_checkpoints_are_compared_side_by_side(visitor: Visitor, models: Path) -> None:
@@ -197,7 +199,7 @@ def test_a_conversation(visitor: Visitor) -> None:
 # Without one
 
 
-def test_nothing_but_the_page_is_given_away(demo: Demo, models: Path) -> None:
+def test_only_the_page_is_served(demo: Demo, models: Path) -> None:
     for path in ("/etc/passwd", str(models / "runs" / "tiny" / "config.json"), "../../../../etc/passwd", __file__):
         assert demo.ask(f"/gradio_api/file={path}")[0] in (403, 404), path
     part = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmore than a byte\r\n--x--\r\n'
@@ -227,7 +229,7 @@ def test_other_machines_need_a_password(models: Path, tmp_path: Path, browser: A
         assert "letters, step 9" in demo.ask("/config", Cookie=headers["set-cookie"].partition(";")[0])[2]
 
 
-def test_what_is_wrong_with_a_command_is_said(
+def test_mistakes_in_a_command_are_reported(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

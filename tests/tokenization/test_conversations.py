@@ -110,7 +110,7 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
         ({"conversations": [{"from": "human", "value": "x"}]}, "it has no answer"),
     ],
 )
-def test_what_is_no_conversation_is_said(record: Any, said: str) -> None:
+def test_records_that_are_no_conversations_are_reported(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         extract_messages(record)
 
@@ -255,7 +255,7 @@ TURN = st.fixed_dictionaries(
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), st.lists(TURN, max_size=4) | st.text() | JSON))
-def test_any_record_is_a_conversation_or_told_to_be_none(record: dict) -> None:
+def test_any_record_is_a_conversation_or_is_reported(record: dict) -> None:
     try:
         messages = extract_messages(record)
     except ValueError as problem:

@@ -53,7 +53,7 @@ def seen(texts: list[str]) -> set[str]:
 
 
 def expected(texts: list[str]) -> list[str]:
-    """What is left of the documents."""
+    """Return the remaining documents."""
     kept = [text for number, text in enumerate(texts) if " ".join(text.split()) not in seen(texts[:number])]
     split = [re.split(r"(\n[ \t]*(?:\n[ \t]*)+)", text) for text in kept]
     words = [[" ".join(part.split()) if len(part) >= 60 else "" for part in parts[::2]] for parts in split]

@@ -70,7 +70,7 @@ def test_a_word_file_gives_its_paragraphs(folder: Path) -> None:
 
 @pytest.mark.extras("pypandoc")
 @pytest.mark.parametrize("suffix", ["docx", "odt", "rtf", "tex", "fb2", "org", "rst"])
-def test_a_document_gives_its_text_without_what_stands_beside_it(folder: Path, suffix: str) -> None:
+def test_a_document_gives_its_text_without_notes_and_pictures(folder: Path, suffix: str) -> None:
     """Pandoc's own writer makes it."""
     import pypandoc
 
@@ -214,9 +214,7 @@ def test_a_table_gives_the_texts_of_a_column(folder: Path, separator: str) -> No
 def test_a_table_without_the_column_names_those_that_it_has(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "a.csv").write_text("id,title,body\n1,One,one\n")
     assert tokenize() == 3
-    assert (
-        'no column "text", but id, title, body; name the one with the text with --text_key' in capsys.readouterr().err
-    )
+    assert 'no column "text". Columns: id, title, body. Choose one with --text_key' in capsys.readouterr().err
     (folder / "b.txt").write_text("Some text.\n" * 20)
     assert tokenize() == 0
     assert documents() == ["Some text.\n" * 20]
@@ -312,7 +310,7 @@ def test_an_encoding_that_is_given_decides(folder: Path, capsys: pytest.CaptureF
     assert documents() == ["Größe und Maß" * 9]
     (folder / "a.txt").write_bytes("Größe und Maß".encode("utf-16-be") * 9)
     assert tokenize() == 3
-    assert "if it is UTF-16" in capsys.readouterr().err
+    assert "--encoding utf-16-le" in capsys.readouterr().err
     assert tokenize("--encoding", "utf-16-be") == 0
     assert documents() == ["Größe und Maß" * 9]
     assert tokenize("--encoding", "ascii") == 3
@@ -352,7 +350,7 @@ def fail(source: Source, settings: Settings) -> list[Source]:
     raise KeyError("nothing that anybody expected")
 
 
-def test_whatever_happens_to_a_file_is_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_failure_to_read_a_file_is_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.bin").write_bytes(b"x")
     (source,) = find_sources(["a.bin"])
@@ -389,7 +387,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 @pytest.mark.extras("pypdfium2")
 @pytest.mark.extras("trafilatura")
 @pytest.mark.extras("pyarrow")
-def test_what_cannot_be_read_is_named_and_the_rest_is_read(folder: Path) -> None:
+def test_unreadable_files_are_named_and_the_rest_is_read(folder: Path) -> None:
     (folder / "z.txt").write_text("Some text.")
     for name, (content, _) in BAD.items():
         (folder / name).write_bytes(content)
@@ -410,7 +408,7 @@ def test_without_its_extra_a_file_is_skipped_with_the_command(folder: Path, name
     assert "pip install " in report()
 
 
-def test_what_was_made_once_is_used_again(folder: Path) -> None:
+def test_extracted_files_are_used_again(folder: Path) -> None:
     (folder / "a.epub").write_bytes(epub(["<p>Some text.</p>"]))
     assert tokenize() == 0
     (made,) = Path("datasets_cache/extracted").iterdir()

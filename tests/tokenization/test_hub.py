@@ -120,7 +120,7 @@ def test_the_files_of_a_dataset_are_read_at_one_commit(hub: Hub) -> None:
     assert documents() == ["A text."] and f"@{COMMITS[1]}/data/b.txt" in report()
 
 
-def test_a_download_that_breaks_goes_on_with_the_other_files(hub: Hub) -> None:
+def test_a_download_that_breaks_continues_with_the_other_files(hub: Hub) -> None:
     hub.files["data/z.txt"] = b"The last."
     hub.broken = "data/z.txt"
     done = tokenize(hub, "hf://datasets/o/d/data/*")
@@ -139,7 +139,7 @@ def test_a_download_that_breaks_goes_on_with_the_other_files(hub: Hub) -> None:
         ("hf://models/o/d", "does not have the form"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(hub: Hub, address: str, said: str) -> None:
+def test_missing_files_are_one_sentence(hub: Hub, address: str, said: str) -> None:
     done = tokenize(hub, address)
     assert done.returncode == 3 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -168,7 +168,7 @@ def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) ->
     assert done.returncode == 0 and "20.0 kB of text" in done.stdout, done.stderr
 
 
-def test_a_companion_that_cannot_be_read_is_said_before_anything_is_trained(hub: Hub) -> None:
+def test_a_companion_that_cannot_be_read_is_reported_before_anything_is_trained(hub: Hub) -> None:
     Path("mine.txt").write_text(generated_text(20_000, seed=9))
     done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/none")
     assert done.returncode == 3 and "hf://datasets/o/none cannot be read" in done.stderr and not Path("runs").exists()

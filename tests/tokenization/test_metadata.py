@@ -1,4 +1,4 @@
-"""What the pre-tokenizer writes of a token file is what the trainer reads of it."""
+"""The trainer reads the metadata that the pre-tokenizer writes."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ def test_a_log_gets_a_line_now_and_then(pass_time: Callable[[float], None], caps
     assert lines[0] == "Encoding: 50% of 100.0 MB, 1.0 MB/s, 0:50 left"
 
 
-def test_a_terminal_has_a_bar_that_says_what_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -26,7 +26,7 @@ WITHOUT_SPACES = ("Thai", "Lao", "Khmer")
 
 @pytest.mark.parametrize("language", MARKED)
 def test_words_with_marks_are_whole(language: str) -> None:
-    """With GPT-2's pattern, each mark is a token of its own at least."""
+    """GPT-2's pattern would make each mark a token of its own."""
     text = MARKED[language]
     form = choose_word_form([text])
     assert form == WordForm("qwen35")
@@ -40,7 +40,7 @@ def test_words_with_marks_are_whole(language: str) -> None:
 
 @pytest.mark.parametrize("language", PLAIN)
 def test_other_texts_keep_gpt2s_pattern(language: str) -> None:
-    """Also with the marks of emoji, and with a word of another script in many."""
+    """Includes the marks of emoji, and a word of another script among many."""
     assert choose_word_form([PLAIN[language]]) == WordForm()
     assert choose_word_form([*[PLAIN[language]] * 50, "हिन्दी"]) == WordForm()
     assert choose_word_form([PLAIN[language], MARKED["Hindi"]]) == WordForm("qwen35")

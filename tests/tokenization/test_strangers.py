@@ -52,7 +52,7 @@ def test_a_book_with_copy_protection_is_named_and_one_with_protected_fonts_is_re
     assert "**Left out**: a.epub: it is copy-protected (DRM)" in report()
 
 
-def test_a_part_that_is_missing_is_passed_over(folder: Path) -> None:
+def test_a_part_that_is_missing_is_skipped(folder: Path) -> None:
     (folder / "a.epub").write_bytes(epub(["<p>cover</p>", "<p>Text.</p>"], without=["OEBPS/part 0.xhtml"]))
     assert tokenize() == 0 and documents() == ["Text."]
 
@@ -68,7 +68,7 @@ def test_a_part_that_is_missing_is_passed_over(folder: Path) -> None:
         ("a.mbox", b"From a\n" + mail("Hello", "\ufffd abc\n" * 90)),
     ],
 )
-def test_what_is_no_text_is_left_out_whatever_its_format(folder: Path, name: str, content: bytes) -> None:
+def test_files_without_text_are_left_out_in_any_format(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     (folder / "z.txt").write_text("Some text. \x0c")
     assert tokenize() == 0 and documents() == ["Some text. \x0c"]
@@ -123,7 +123,7 @@ def test_a_file_that_the_disk_does_not_give_is_left_out_by_its_name(folder: Path
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_named(folder: Path) -> None:
+def test_files_without_read_permission_are_named(folder: Path) -> None:
     (folder / "closed").mkdir()
     (folder / "b.txt").write_text("no")
     (folder / "z.txt").write_text("Some text.")
@@ -185,7 +185,7 @@ def node(role: str, text: str, parent: str | None, **more: Any) -> dict[str, Any
     return {"parent": parent, "message": {"author": {"role": role}, "content": {"parts": [text]}, **more}}
 
 
-def test_of_chatgpt_s_export_only_what_was_said_to_a_person_is_read(folder: Path) -> None:
+def test_only_visible_messages_of_chatgpts_export_are_read(folder: Path) -> None:
     mapping = {
         "a": node("user", "Hi?", None, recipient="all"),
         "b": node("assistant", "import os", "a", recipient="python"),

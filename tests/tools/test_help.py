@@ -29,5 +29,5 @@ def test_help_answers_without_torch() -> None:
         assert f"usage: {name.replace('.', '/')}.py" in done.stdout, name
 
 
-def test_the_folder_is_the_menu() -> None:
+def test_every_tool_has_its_help() -> None:
     assert sorted(path.stem for path in (ROOT / "tools").glob("*.py")) == ["__init__", *TOOLS]

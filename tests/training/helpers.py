@@ -1,4 +1,4 @@
-"""What the tests of a run share: a process that dies at a given step, and what a run folder holds."""
+"""Shared by the tests of runs: a process that dies at a given step, and the files of a run folder."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def die() -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Of a run folder or a mirror."""
+    """Return the steps of the checkpoints in a run folder or a mirror."""
     return [step_of(path) for path in step_folders(folder / "checkpoints", folder)]
 
 
 def checkpoint_of(folder: Path, step: int = 24) -> Path:
-    """In a run folder or a mirror."""
+    """Return the checkpoint of a step in a run folder or a mirror."""
     return next(path for path in step_folders(folder / "checkpoints", folder) if step_of(path) == step)
 
 

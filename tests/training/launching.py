@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def places(count: int) -> list[dict[str, str]]:
-    """What torchrun tells each of its processes, in the environment."""
+    """Return the environment variables that torchrun sets for each process."""
     of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     of_all |= {"LOCAL_WORLD_SIZE": str(count)}
     return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

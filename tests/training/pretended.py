@@ -21,7 +21,7 @@ from training.timing import TOKENIZING_BYTES_PER_SECOND, Candidate, Machine, Ste
 
 
 class Specs(NamedTuple):
-    """Of a machine. Rates are what a good program gets, not the data sheet's."""
+    """The speed and memory of a machine. Rates are those of a good program, not the data sheet's."""
 
     memory: float  # bytes
     flops: float  # a second, in large products
@@ -166,7 +166,7 @@ def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dia
 
 
 class Trained(NamedTuple):
-    """What a choice came to on a pretended machine."""
+    """The result of a choice on a pretended machine."""
 
     config: Config
     steps: float
@@ -177,10 +177,10 @@ class Trained(NamedTuple):
 
 def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
     """Train as chosen, after so many seconds."""
-    machine, config = dial.machine, dial.config_of(choice)
+    machine, config = dial.machine, dial.build_config(choice)
     assert isinstance(machine, Pretended)
-    final = dial.candidate(config)
-    spent += dial.tokenizing + (machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0)
+    final = dial.build_candidate(config)
+    spent += dial.tokenizing_seconds + (machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0)
     step = machine.step(final, choice.sequences, choice.rows, choice.compiles)
     seconds = max(1.0, 60 * dial.requested.minutes - spent) * (1 - EVALUATING_SHARE)
     of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens

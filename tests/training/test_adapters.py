@@ -150,7 +150,7 @@ def test_other_adapters_cannot_take_over_a_run(
     assert snapshot(copy) == before
 
 
-def test_a_run_without_adapters_does_not_go_on_with_some(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+def test_a_run_without_adapters_does_not_continue_with_some(train: Callable, copy_of: Path, tmp_path: Path) -> None:
     result = train(copy_of, init_from=copy_of, lora_rank=4, max_steps=30)
     assert result.code == 4 and "did not start from" in result.err
     result = train(tmp_path / "new", resume_from=copy_of, lora_rank=4)
@@ -158,7 +158,7 @@ def test_a_run_without_adapters_does_not_go_on_with_some(train: Callable, copy_o
 
 
 def test_adapters_are_no_base_of_others(train: Callable, finished: Path, tmp_path: Path) -> None:
-    """Of a full training they are: merged, as whatever loads them has them."""
+    """They are a base for full training: merged, as everywhere else."""
     result = train(tmp_path / "second", init_from=finished, lora_rank=4)
     assert result.code == 4 and "python tools/merge_lora.py" in result.err
     full = train(tmp_path / "full", init_from=finished, max_steps=2, dropout=0.0)
@@ -182,7 +182,7 @@ def test_a_base_in_the_run_that_makes_way_is_refused(train: Callable, copy_of: P
     """Its adapters would name a base that is no longer there."""
     shutil.copytree(copy_of, tmp_path / "own")
     result = train(tmp_path / "own", init_from=tmp_path / "own", lora_rank=4, resume="never")
-    assert result.code == 4 and "--resume never renames" in result.err
+    assert result.code == 4 and "--resume never would rename" in result.err
     assert (tmp_path / "own" / "checkpoints").exists()
 
 
@@ -211,7 +211,7 @@ def test_a_lost_folder_comes_back_from_the_mirror(
 
 
 @pytest.mark.parametrize("look", ["--dry_run", "--profile"])
-def test_a_look_writes_no_run(look: str, train: Callable, unbroken: Path, tmp_path: Path) -> None:
+def test_dry_run_and_profile_write_no_run(look: str, train: Callable, unbroken: Path, tmp_path: Path) -> None:
     result = train(tmp_path / "run", init_from=unbroken, lora_rank=4, extra=(look,))
     assert result.code == 0 and "no run was written" in result.out and "Warning" not in result.out, result.err
     assert not (tmp_path / "run").exists()

@@ -135,7 +135,7 @@ def killed(run: Path, after: int, train: Callable, **flags: Any) -> None:
 
 
 @pytest.mark.parametrize("after", [49, 100])
-def test_a_run_that_is_cut_off_goes_on_with_the_time_that_it_has_used(
+def test_a_run_that_is_cut_off_continues_with_the_time_that_it_has_used(
     after: int, machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
     flags = LONG | {"checkpoint_steps": 10}
@@ -190,7 +190,7 @@ def test_a_dry_run_forecasts_the_steps_in_these_minutes(machine: Machine, train:
     steps = int(re.search(r"Minutes    10: about (\d+) steps, .* fit. The learning rate decays", result.out)[1])
     assert 140 <= steps <= 150 and f"for {steps} steps" in result.out, "of four seconds"
     short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})
-    assert "the epoch fits, and the run ends early" in short.out
+    assert "the epoch fits, so the run ends before" in short.out
 
 
 def test_a_real_run_of_seconds(train_flags: Callable, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_base_serves_another_text_too(home: Path) -> None:
     assert settings_of(Path("runs/other"))["init_from"] == str(BASE / "best")
 
 
-def test_another_machine_goes_on_from_the_copies_and_does_not_read_the_companion(home: Path) -> None:
+def test_another_machine_continues_from_the_copies_and_does_not_read_the_companion(home: Path) -> None:
     for folder in ("runs", "datasets_cache", "books"):
         shutil.rmtree(folder)
     Path("books").mkdir()
@@ -175,7 +175,7 @@ def test_a_kill_in_either_run_loses_neither(home: Path, run: str) -> None:
         (["--max_mb", "5"], "max_mb applies only to an --input that begins with hf://"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_trained(home: Path, more: list[str], said: str) -> None:
+def test_impossible_flags_are_reported_before_anything_is_trained(home: Path, more: list[str], said: str) -> None:
     shutil.rmtree("runs")
     result = run_script(train_colab_mmap.main, *ALONE, "--companion", "books", *more)
     assert result.code in (2, 3) and said in result.err and not Path("runs").exists()
@@ -217,7 +217,7 @@ def test_a_base_that_is_trained_on_learns_new_files_too(home: Path) -> None:
     assert "This run is finished" in train("--minutes", "5", "--epochs", "2")
 
 
-def test_a_run_with_another_companion_is_kept_aside_and_that_is_said_first(home: Path) -> None:
+def test_a_run_with_another_companion_is_kept_aside_and_that_is_reported_first(home: Path) -> None:
     write_book(home / "new" / "one.txt", WORDS, seed=9, characters=25_000)
     out = train("--companion", "new")
     assert out.index("runs/mine holds a run with books. It is renamed") < out.index("Training ")
@@ -237,8 +237,8 @@ def test_own_files_in_the_companion_are_counted(home: Path) -> None:
 def pretended(own: float, companion: float, minutes: float, machine: str) -> tuple[TextStats, Dial]:
     argv = ["--input", "companion", "--minutes", str(minutes)]
     dial = Dial(argv, text_of(companion), parse_config(argv), Pretended(MACHINES[machine]))
-    dial.own = text_of(own)
-    return dial.own, dial
+    dial.own_text = text_of(own)
+    return dial.own_text, dial
 
 
 @pytest.mark.parametrize("machine", ["T4", "A100 40 GB", "laptop"])
@@ -256,7 +256,7 @@ def test_the_page_says_what_is_planned() -> None:
     assert companion_table() in DOCUMENT.read_text(encoding="utf-8"), "run `python tests/docs/what_you_get.py`"
 
 
-def test_a_large_text_of_ones_own_takes_half_of_the_time_at_most() -> None:
+def test_a_large_own_text_takes_at_most_half_of_the_time() -> None:
     own, dial = pretended(1e9, 1e9, 10, "laptop")
     assert own_minutes(own, dial.choose_config()) == 5
 

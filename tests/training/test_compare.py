@@ -35,7 +35,7 @@ def test_a_run_that_learned_more_is_better_and_it_says_how_soon(
     assert sum("| held-out beginning" in name for name in rows) == 1 and len(rows) >= 9
 
 
-def test_what_none_holds_out_is_said_in_one_sentence(
+def test_no_common_held_out_text_is_one_sentence(
     unbroken: Path, copy_of: Path, train: Callable, tmp_path: Path
 ) -> None:
     alone = run_script(compare.main, unbroken)

@@ -80,10 +80,10 @@ class Sum(torch.nn.Module):
 
 
 @torch._inductor.config.patch(compile_threads=2)
-def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
+def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a notebook it begins in the same process, where the compiler's threads still hold what was dropped."""
+    """A notebook runs again in the same process, where the compiler's threads still hold memory."""
     model, released = cast(TransformerLanguageModel, Sum()), threading.Event()
     cancel_compilation()
     busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
@@ -99,14 +99,14 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
         released.set()
 
 
-def test_compiling_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiling_that_takes_too_long_is_abandoned(capsys: pytest.CaptureFixture[str]) -> None:
     model = cast(TransformerLanguageModel, Sum())
     made, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
     assert made is model and "not done after" in failure and "continues uncompiled" in capsys.readouterr().out
     assert compile_model(model, COMPILING, example())[0] is not model  # nothing is left of it
 
 
-def test_a_run_goes_on_as_it_was_compiled(tmp_path: Path, train: Callable) -> None:
+def test_a_run_continues_as_it_was_compiled(tmp_path: Path, train: Callable) -> None:
     """Nothing repays compiling a few steps. More of them might, and would round in another way."""
     few = {"position": "rope", "dropout": 0.0, "eval_interval": 0}
     assert "Compile    off" in train(tmp_path / "run", **few, max_steps=2).out
@@ -140,7 +140,7 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp
 
 @pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "dropout": 0.5}])
 def test_blocks_share_one_compiled_function(form: dict) -> None:
-    """What a GPU computes with: the loss and gradients of the model, in as many graphs for four layers as for two."""
+    """Compile as on a GPU: the model's loss and gradients, with as many graphs for four layers as for two."""
     graphs = []
     for layers in (2, 4):
         torch._dynamo.reset()

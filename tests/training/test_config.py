@@ -108,7 +108,7 @@ def test_a_bare_name_is_found_here_then_in_configs(tmp_path: Path, monkeypatch: 
     assert parse_config(["--config", typed]).epochs == 4
 
 
-def test_a_missing_config_names_the_nearest_and_lists_what_there_is() -> None:
+def test_a_missing_config_names_the_nearest_and_lists_all() -> None:
     message = refusal("--config", "gpt2_smal.json")
     assert "gpt2_smal.json" in message and "Did you mean gpt2_small.json?" in message
     assert all(path.name in message for path in CONFIGS)

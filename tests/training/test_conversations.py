@@ -247,7 +247,7 @@ def test_the_tokenizer_and_template_come_from_the_checkpoint_alone(chats: Path, 
         ({"stop_after_worse": 2, "eval_interval": 0}, "--stop_after_worse needs evaluations"),
     ],
 )
-def test_flags_that_cannot_be_meant(chats: Path, tmp_path: Path, options: dict, said: str) -> None:
+def test_contradictory_flags(chats: Path, tmp_path: Path, options: dict, said: str) -> None:
     result = train(chats, tmp_path / "run", **options)
     assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()
 

@@ -440,7 +440,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1
 @given(requests=REQUESTS)
 @settings(max_examples=30)
 def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
-    """In order, out of order, at any size: the windows are those a direct read gives, and stay so."""
+    """Any order and size returns the windows of a direct read."""
     data = counting_data(500, 16, 0, 100)
     reader = ReadAhead(data)
     in_order = [(first + i * rows, rows) for first, rows in requests for i in range(3)]
@@ -451,7 +451,7 @@ def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("stride", [None, 12])
 def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> None:
-    """Of three processes each takes four sequences of twelve."""
+    """Each of three processes takes four sequences of twelve."""
     data = counting_data(500, 16, 0, 100)
     asked = []
 
@@ -467,7 +467,7 @@ def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> No
     assert asked == [(0, 4), (step, 4), (2 * step, 4), (3 * step, 4)]
 
 
-def test_a_read_that_fails_is_told_where_the_batch_is_asked_for() -> None:
+def test_a_read_that_fails_is_reported_where_the_batch_is_asked_for() -> None:
     def read(first: int, rows: int) -> torch.Tensor:
         raise OSError("the disk is gone")
 

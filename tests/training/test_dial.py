@@ -101,17 +101,17 @@ def pretended_dial(argv: list[str], all_threads: StepTimes, one_thread: StepTime
     """One to which every candidate's step takes as long."""
     asked = parse_config(argv)
     dial = Dial(argv, measure_text(asked), asked, Pretended(MACHINES["laptop"]))
-    dial.first_timed = -math.inf  # no time is left to time any
+    dial.first_timed_at = -math.inf  # no time is left to time any
     counts = {DEFAULT_THREADS: all_threads} | ({0: one_thread} if one_thread else {})
-    dial.timed = {count: {each.flops: timed for each in dial.candidates} for count, timed in counts.items()}
+    dial.step_times = {count: {each.flops: timed for each in dial.candidates} for count, timed in counts.items()}
     return dial
 
 
 def test_the_speed_of_what_was_not_timed(book: Path) -> None:
     dial = pretended_dial(flags(book), StepTimes(0.1, 0.0, 1.0))
     sizes = [candidate.flops for candidate in dial.candidates]
-    dial.timed = {DEFAULT_THREADS: {sizes[1]: StepTimes(0.1, 0.0, 1.0), sizes[3]: StepTimes(0.3, 0.0, 3.0)}}
-    seconds = [dial.speed(candidate, False)[0].token for candidate in dial.candidates]
+    dial.step_times = {DEFAULT_THREADS: {sizes[1]: StepTimes(0.1, 0.0, 1.0), sizes[3]: StepTimes(0.3, 0.0, 3.0)}}
+    seconds = [dial.interpolate_times(candidate, False)[0].per_token for candidate in dial.candidates]
     assert seconds[1] == 1.0 < seconds[2] < seconds[3] == 3.0  # between
     assert seconds[0] == pytest.approx(sizes[0] / sizes[1])  # below
     assert seconds[4:] == pytest.approx([3.0 * size / sizes[3] for size in sizes[4:]])  # above
@@ -137,7 +137,7 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
     for more, of_step in (([], 256), (["--max_seq_len", "512"], 512), (["--batch_size", "32"], 32 * 128)):
         dial = pretended_dial(flags(book, "--dropout", "0", *more, minutes="0.25"), timed)
         choice = dial.find_best()
-        config = dial.config_of(choice)
+        config = dial.build_config(choice)
         assert config.batch_size * config.max_seq_len == of_step
         assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
         assert config.eval_interval == max(1, choice.steps // 20)
@@ -151,7 +151,7 @@ def test_on_a_cpu_dropout_takes_its_time(book: Path) -> None:
         dial = pretended_dial(flags(book, minutes=str(minutes)), timed)
         choice = dial.find_best()
         passes.append(choice.passes)
-        dropouts.append(dial.config_of(choice).dropout)
+        dropouts.append(dial.build_config(choice).dropout)
         of_token = 1e-4 * (CPU_DROPOUT_SLOWDOWN if dropouts[-1] else 1.0)
         assert 1 / choice.tokens_per_second == pytest.approx(of_token) and choice.seconds <= 60 * minutes + 0.01
     assert passes == sorted(passes) and dropouts == sorted(dropouts) and {*dropouts} == {0.0, 0.1}
@@ -166,7 +166,7 @@ def test_the_step_follows_the_length_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("of_a_token", "is_spare"), [(1e-9, True), (1e-3, False)])
-def test_where_minutes_are_left_it_says_what_would_help(
+def test_unused_minutes_come_with_advice(
     book: Path, capsys: pytest.CaptureFixture, of_a_token: float, is_spare: bool
 ) -> None:
     given = flags(book, minutes="2")
@@ -267,7 +267,7 @@ def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
 
 def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -> None:
     assert train_colab_mmap.main(flags(book, minutes="0.0001")) == 2
-    assert "--minutes 0.0001 are over before the first step" in capsys.readouterr().err
+    assert "--minutes 0.0001 ran out before the first step" in capsys.readouterr().err
 
 
 def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +279,6 @@ def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest
 
 def test_a_config_a_size_or_a_checkpoint_leave_no_choice(book: Path) -> None:
     for more in (["--config", "tiny"], ["--model_size", "tiny"], ["--init_from", "c"], ["--resume_from", "c"]):
-        assert not parse_config(flags(book, *more)).leaves_the_choice
-    assert parse_config(flags(book)).leaves_the_choice
-    assert not parse_config(["--data_dir", "d", "--minutes", "5", "--num_layers", "2"]).leaves_the_choice
+        assert not parse_config(flags(book, *more)).needs_dial
+    assert parse_config(flags(book)).needs_dial
+    assert not parse_config(["--data_dir", "d", "--minutes", "5", "--num_layers", "2"]).needs_dial

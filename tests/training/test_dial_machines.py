@@ -27,7 +27,7 @@ def test_every_text_and_time(name: str) -> None:
             assert run.seconds <= 1.03 * 60 * minutes, what
             assert run.seconds >= 0.97 * 60 * minutes or run.all_read, what
             outcomes = [
-                dial.forecast(each, minutes, form) for each in dial.candidates for form in dial.compile_options(each)
+                dial.plan_run(each, minutes, form) for each in dial.candidates for form in dial.compile_options(each)
             ]
             best = min(trained(dial, outcome, machine.clock).loss for outcome in outcomes)
             assert run.loss <= best + 0.02, what
@@ -63,7 +63,7 @@ def test_a_model_that_finds_no_memory_is_not_chosen() -> None:
     dial = dial_of(machine, 2e7, 10)
     assert dial_of(Pretended(machine.specs), 2e7, 10).find_best().candidate.model.num_parameters() > 2e7
     choice = dial.find_best()
-    assert 1e7 < choice.candidate.model.num_parameters() < 2e7 and machine.freed >= len(dial.timed[2]) + 1
+    assert 1e7 < choice.candidate.model.num_parameters() < 2e7 and machine.freed >= len(dial.step_times[2]) + 1
 
 
 def test_timing_that_takes_long_is_announced(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,8 +75,8 @@ def test_timing_that_takes_long_is_announced(caplog: pytest.LogCaptureFixture) -
 def test_on_a_gpu_a_short_run_is_not_compiled_and_a_long_one_is_as_it_was_timed() -> None:
     machine = Pretended(MACHINES["T4"])
     short, long = (dial_of(machine, 1e8, minutes) for minutes in (1, 60))
-    assert short.config_of(short.find_best()).compile == "off" and not machine.compiled
-    config = long.config_of(choice := long.find_best())
+    assert short.build_config(short.find_best()).compile == "off" and not machine.compiled
+    config = long.build_config(choice := long.find_best())
     shape = config.shape(long.text.vocab_size)
     assert config.compile == "auto" and machine.compiled == {(shape, choice.rows)}  # what the training will compile
     assert dial_of(machine, 1e8, 1, "--compile", "on").find_best().compiles

@@ -51,7 +51,7 @@ DEVANAGARI = "".join(map(chr, range(0x0915, 0x0915 + 26)))
 IN_HINDI = str.maketrans("abcdefghijklmnopqrstuvwxyz", DEVANAGARI)
 
 
-def test_texts_are_ordered_as_one_would() -> None:
+def test_texts_are_ranked_by_difficulty() -> None:
     draw = random.Random(1)
     noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=100_000))
     words = " ".join(draw.choices(noise.split(), k=15_000))

@@ -1,4 +1,4 @@
-"""What is known before the first step: memory, the micro-batch that fits, and a dry run that writes nothing."""
+"""Before the first step: estimates of memory, the micro-batch that fits, and dry runs that write nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_estimate_grows_with_all_that_takes_memory() -> None:
 
 
 def test_what_dropout_keeps_is_counted() -> None:
-    """What is kept for the backward pass is measured."""
+    """Measure the tensors that are kept for the backward pass."""
     config, kept = config_of(max_seq_len=256, batch_size=2, dropout=0.1), []
     models = [TransformerLanguageModel(ModelConfig(40, 64, 2, 2, max_seq_len=256, dropout=p)) for p in (0.0, 0.1)]
     for model in models:
@@ -146,8 +146,8 @@ def test_compiled_code_and_checkpointed_activations_take_less() -> None:
 def test_what_compiled_code_keeps_is_what_is_counted(
     layers: int, width: int, context: int, rows: int, precision: str, gb: float
 ) -> None:
-    """Of the forward pass as PyTorch partitions it for a GPU (2.11; those of 8 x 512 tokens: 2.13): what it hands to
-    the backward pass, in GB, the weights in half precision included (docs/benchmarks/gpu_forecast.md)."""
+    """Compare with the GB that PyTorch (2.11; 2.13 for 8 x 512 tokens) hands from the forward to the backward pass when
+    it partitions for a GPU, including weights in half precision (docs/benchmarks/gpu_forecast.md)."""
     shape = {"num_layers": layers, "embed_dim": width, "max_seq_len": context, "batch_size": rows}
     config = config_of(**shape)
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def test_what_compiled_code_keeps_is_what_is_counted(
     assert counted == pytest.approx(gb * 1e9, rel=0.02)
 
 
-def test_what_lies_in_the_same_memory_is_counted_too() -> None:
+def test_tokens_in_the_same_memory_are_counted() -> None:
     def held(is_cuda: bool, place: str) -> int:
         tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
         data = SimpleNamespace(tokens=tokens, placement=place)
@@ -313,7 +313,7 @@ def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
     assert list((tmp_path / "drive").iterdir()) == []
 
 
-def test_a_first_loss_that_no_untrained_model_has_is_told(
+def test_a_first_loss_that_no_untrained_model_has_is_reported(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -70,7 +70,7 @@ def plain_loss(model: TransformerLanguageModel, data: TokenData, windows: list[i
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 7, 20, 64])
 def test_the_loss_is_the_mean_over_every_window(model, data: TokenData, rows: int) -> None:
-    """Also where the last batch is only partly filled (6, 7) or the only one (64)."""
+    """The last batch may be partly filled (6, 7) or the only one (64)."""
     config = dataclasses.replace(CONFIG, batch_size=rows)
     assert validation_loss(run_of(model, data, config)) == pytest.approx(plain_loss(model, data, range(20)))
 

@@ -89,7 +89,7 @@ def tensors(training: TimedRun) -> list[torch.Tensor]:
 def test_recorded_steps_have_the_numbers_of_unrecorded_ones(
     folders: dict[str, Path], kind: str, flags: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit with AdamW; Muon computes with the learning rate in fp32."""
+    """AdamW is equal to the bit; Muon computes with the learning rate in fp32."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # in bf16, Muon's iteration would make much of a rounding
     plain, expected = trained(folders[kind], flags, False, scaled)
     recorded, losses = trained(folders[kind], flags, True, scaled)

@@ -75,7 +75,7 @@ def asides() -> list[Path]:
     return sorted(Path("runs").glob("books.*"))
 
 
-def test_the_same_command_goes_on_and_says_what_became_of_it(
+def test_the_same_command_continues_and_says_what_became_of_it(
     grown: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, out = grown
@@ -99,10 +99,10 @@ def test_the_same_command_goes_on_and_says_what_became_of_it(
     assert said.code == 0 and f"books.{aside.suffix[1:]}" in said.out
     for group in ("all", "books"):
         assert re.search(rf"passages held out by {group}: \d+ \| [\d.]+ \| [\d.]+ \([+-][\d.]+ ± [\d.]+\)", said.out)
-    assert "On text that none has learned" in (tmp_path / "page.html").read_text()
+    assert "On held-out text" in (tmp_path / "page.html").read_text()
 
 
-def test_a_run_that_was_cut_off_when_it_had_just_begun_goes_on_from_the_same_weights(home: Path) -> None:
+def test_a_run_that_was_cut_off_when_it_had_just_begun_continues_from_the_same_weights(home: Path) -> None:
     write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
     assert begin()
     (aside,) = asides()
@@ -120,7 +120,7 @@ def test_a_machine_that_is_lost_when_it_had_just_begun_loses_nothing(home: Path)
     process.wait(30)
     (aside,) = asides()
     shutil.rmtree("runs")
-    assert "restored drive/books/step_00000001-" in begin("--checkpoint_dir", "drive"), "it goes on from the copy"
+    assert "drive/books/step_00000001-" in begin("--checkpoint_dir", "drive"), "it goes on from the copy"
     assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
 
 
@@ -137,7 +137,7 @@ def begin(*more: str, first: Callable[[], object] = int) -> str:
     return ""
 
 
-def test_growth_that_is_cut_off_at_any_operation_on_a_file_goes_on_as_growth(
+def test_growth_that_is_cut_off_at_any_operation_on_a_file_continues_as_growth(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
@@ -200,7 +200,7 @@ def test_a_text_that_shrank_and_whose_old_tokens_are_gone(home: Path) -> None:
         ({"a": 5}, {"a": 5}, "some text was edited"),
     ],
 )
-def test_changes_are_told_by_file(before: dict[str, int], after: dict[str, int], said: str) -> None:
+def test_changes_are_reported_by_file(before: dict[str, int], after: dict[str, int], said: str) -> None:
     then, now = (
         TokenMetadata(300, 9, 5, source_files=tuple({"name": name, "size": size} for name, size in files.items()))
         for files in (before, after)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.checkpoint import find_problems, newest_valid, step_folders, step_of
+from common.checkpoint import find_newest_valid, find_problems, step_folders, step_of
 from common.errors import ConfigError
 from common.files import read_json, write_json
 from tests.kills import Kill
@@ -43,7 +43,7 @@ def step(number: int, parent: Path) -> Path:
 
 
 def newest(parent: Path) -> int:
-    found = newest_valid(parent)
+    found = find_newest_valid(parent)
     assert found is not None
     return step_of(found.path)
 
@@ -148,7 +148,7 @@ CASES = {
 
 
 def child(first: Callable[[], object], act: Callable[[], object]) -> int:
-    """What becomes of a process that does this: its exit code, or the negative number of the signal that ended it."""
+    """Fork a process that does this; return its exit code, or minus the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         code = 1

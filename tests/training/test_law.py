@@ -31,7 +31,7 @@ def test_text_passes_and_parameters_lower_the_loss(parameters: float, letters: f
     assert 0.5 < loss < 4 and 1 <= useful_passes(parameters, letters) <= 20
 
 
-def test_where_our_runs_end_the_laws_meet() -> None:
+def test_the_two_laws_meet_where_our_runs_end() -> None:
     for letters, passes in ((MAX_LETTERS, 1), (MAX_LETTERS / 4, 4)):
         here = expected_loss(MAX_PARAMETERS, letters, passes)
         assert here == pytest.approx(MEASURED_LAW.loss(MAX_PARAMETERS, letters, passes), abs=1e-3)

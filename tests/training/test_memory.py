@@ -54,8 +54,8 @@ class Ended(NamedTuple):
 
 
 def limit_memory(megabytes: int) -> None:
-    """To what this process has taken so far, and some more. Without oneDNN, which under such a limit cannot always
-    create its primitives where the machine is busy, and then goes on failing however much is free."""
+    """Limit this process to its current memory and some more. Turns off oneDNN, which under such a limit cannot always
+    create its primitives on a busy machine, and then keeps failing."""
     import resource
 
     import training.inspections
@@ -81,7 +81,7 @@ def limited(megabytes: int, flags: list[str]) -> Ended:
 def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     train_flags: Callable, train: Callable, tmp_path: Path
 ) -> None:
-    """In a process whose memory really is limited. The size that was found is kept."""
+    """Run in a process with limited memory. The size that fits is kept."""
     flags = train_flags(tmp_path / "run", **LARGE)
     result = limited(LIMIT, flags)
     assert result.returncode == 0, result.stderr
@@ -223,7 +223,7 @@ MOSTLY_ACTIVATIONS |= {"precision": "fp32", "max_steps": 4, "eval_interval": 0, 
 
 
 def memory_for_compiled_code(flags: list[str]) -> int:
-    """So much that a step of these flags fits compiled, and not uncompiled."""
+    """Return a memory in which a step of these flags fits compiled, but not uncompiled."""
     config = parse_config(flags)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(len(ALPHABET)))
@@ -244,7 +244,7 @@ def compiling_fails(patch: pytest.MonkeyPatch) -> None:
 def test_a_compile_that_fails_fits_the_micro_batch_again(
     train: Callable, train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To uncompiled code, which takes more memory. A run that is resumed then, too, has the result of --compile off."""
+    """Uncompiled code takes more memory. A run that is resumed after that has the result of --compile off, too."""
     flags = {**MOSTLY_ACTIVATIONS, "compile": "on"}
     enough = memory_for_compiled_code(train_flags(tmp_path / "run", **flags))
     monkeypatch.setattr(hardware_module, "total_ram", lambda: enough)
@@ -355,7 +355,7 @@ def test_memory_that_runs_out_in_an_update_saves_no_half_of_it(
     assert train(tmp_path / "run").code == 0
 
 
-def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_processes_and_remedies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
     said = describe_out_of_memory(
         config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config)

@@ -91,7 +91,7 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     assert steps_of(copies)[0] == 18 and find_problems(only_best(copies)) == []
     shutil.rmtree(tmp_path / "run")
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and f"restored {copies}/step_00000018-" in result.out
+    assert result.code == 0 and f"{copies}/step_00000018-" in result.out and "was restored" in result.out
     assert final_weights(tmp_path / "run") == final_weights(copies) == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(checkpoint_of(copies) / "run") == measured(unbroken)
     assert "24 steps" in (checkpoint_of(copies) / "run" / "summary.md").read_text()
@@ -102,14 +102,14 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
 
 
 def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, tmp_path: Path) -> None:
-    """By the folder that was given to the trainer, too, which holds runs."""
+    """The folder that was given to the trainer, which contains runs, works, too."""
     assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6).code == 0
     for folder in ("drive", "drive/run"):
         assert open_checkpoint(tmp_path / folder).path == checkpoint_of(tmp_path / "drive" / "run", 6)
 
 
 @pytest.mark.parametrize("damaged", ["here", "there"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
+def test_a_damaged_checkpoint_is_skipped_for_the_same_one_elsewhere(
     damaged: str, train: Callable, tmp_path: Path
 ) -> None:
     run, copies = tmp_path / "run", tmp_path / "drive" / "run"
@@ -120,11 +120,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
     result = train(run, **flags)
     assert result.code == 0
     assert f"Continuing from {checkpoint_of(run, 12)}" in result.out
-    assert (f"restored {checkpoint_of(copies, 12)}" in result.out) == (damaged == "here")
+    assert (f"{checkpoint_of(copies, 12)}, the newest checkpoint, was restored" in result.out) == (damaged == "here")
     assert steps_of(copies)[0] == 14
 
 
-def test_a_damaged_newest_copy_is_passed_over_told_and_left(train: Callable, tmp_path: Path) -> None:
+def test_a_damaged_newest_copy_is_skipped_reported_and_left(train: Callable, tmp_path: Path) -> None:
     """It may only be on its way through the Drive. It does not stop a training that is behind it either."""
     run, copies = tmp_path / "run", tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive", "checkpoint_steps": 4, "eval_interval": 0}
@@ -223,7 +223,7 @@ def test_a_run_that_ended_before_its_first_copy_begins_again(
 # A Drive that is not there
 
 
-def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
+def test_an_unmounted_drive_is_not_created_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
     my_drive = tmp_path / "drive" / "MyDrive"
     result = train(tmp_path / "run", checkpoint_dir=my_drive / "checkpoints")
     assert result.code == 2 and "drive.mount" in result.err and f"mkdir -p {my_drive}" in result.err
@@ -232,10 +232,10 @@ def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Cal
     assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 2
 
 
-def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
+def test_a_drive_that_is_unmounted_later_is_reported_and_not_created(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
 ) -> None:
-    """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
+    """Its mount point stays as an empty folder. When the Drive is back, copying continues."""
     drive, away = tmp_path / "drive", tmp_path / "away"
     drive.mkdir()
 
@@ -293,7 +293,7 @@ def test_a_mount_point_that_is_left_behind_gets_no_copies(
 
 
 def failing(error: BaseException, times: float = math.inf) -> Copy:
-    """So many copies of checkpoints end in this error, after their first file."""
+    """Let `times` copies of checkpoints fail with this error after their first file."""
     failed = 0
 
     def fail(paths: Iterable[Path], target: Path) -> None:
@@ -309,7 +309,7 @@ def failing(error: BaseException, times: float = math.inf) -> Copy:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTCONN])
-def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
+def test_a_failing_mirror_is_reported_and_completed_by_the_same_command(
     number: int, train: Callable, unbroken: Path, tmp_path: Path, impatient: None
 ) -> None:
     """Full, read-only, broken, disconnected."""
@@ -330,7 +330,7 @@ def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
     assert "Copied" not in train(tmp_path / "run", checkpoint_dir=drive).out  # nothing is left to do
 
 
-def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
+def test_a_mirror_that_is_read_only_from_the_start_is_reported(
     train: Callable, tmp_path: Path, impatient: None
 ) -> None:
     flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
@@ -423,7 +423,7 @@ def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path:
     run, drive = copy_of, tmp_path / "drive"
     drive.mkdir()
     copies = copied_at_once(run, drive).store
-    (best,) = copies.bests()
+    (best,) = copies.best_copies()
     state = read_json(run / "best" / STATE, CheckpointError)
     better = {"best_val_loss": state["best_val_loss"] - 1, "step": state["step"] + 1}
     write_json(run / "best" / STATE, state | better)
@@ -437,7 +437,7 @@ def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path:
 
     with copying(replaced):
         copies.copy_best(run / "best")
-    assert copies.bests() == [best] and find_problems(best) == []
+    assert copies.best_copies() == [best] and find_problems(best) == []
 
 
 def test_what_is_new_after_a_request_waits_for_the_next(copy_of: Path, tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_what_is_new_after_a_request_waits_for_the_next(copy_of: Path, tmp_path:
 
 
 def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
-    """What is deleted on Drive lies in its bin and counts against the quota."""
+    """Deleted files on Drive stay in its bin and count against the quota."""
     drive = tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive"}
     assert train(tmp_path / "run", max_steps=6, **flags).code == 0
@@ -468,7 +468,7 @@ def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Calla
         assert steps_of(drive) == [8, 7] and os.fstat(in_the_bin.fileno()).st_size == 0
 
 
-def test_what_is_begun_and_not_finished_stays_a_day(train: Callable, tmp_path: Path) -> None:
+def test_unfinished_copies_stay_a_day(train: Callable, tmp_path: Path) -> None:
     """Another machine may be copying it right now."""
     drive = tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive"}
@@ -507,7 +507,7 @@ def test_links_are_removed_and_never_followed(train: Callable, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["model.safetensors", "run/metrics.jsonl", "manifest.json"])
 def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path) -> None:
-    """By the command of a finished run, too; its records are a part of it."""
+    """The command of a finished run copies it, too, with its records."""
     drive = tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 6}
     assert train(tmp_path / "run", **flags).code == 0
@@ -542,7 +542,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     assert result.code == 4 and "Another session has trained this run further" in result.err
     assert "Traceback" not in result.err and steps_of(run)[0] in (12, 13, 14), "its own state was not saved"
     again = train(run, checkpoint_dir=drive)
-    assert again.code == 0 and f"restored {checkpoint_of(drive / 'run')}" in again.out
+    assert again.code == 0 and f"{checkpoint_of(drive / 'run')}, the newest checkpoint, was restored" in again.out
     assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
     assert snapshot(run / "best") == snapshot(elsewhere / "best")
 
@@ -586,7 +586,7 @@ def test_a_session_that_slept_takes_nothing_away(
     assert position >= 3
 
 
-def test_of_two_runs_that_begin_at_once_on_one_mirror_the_second_goes_on_without_copies(
+def test_the_second_of_two_runs_on_one_mirror_continues_without_copies(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
 ) -> None:
     """Here the first of them to copy is one of another shape."""

@@ -155,7 +155,7 @@ def test_clipping_in_the_update_itself_gives_the_weights_of_clipping_before_it(
 
 
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, optimizer="muon")])
-def test_where_the_kernel_cannot_skip_the_host_does(config: Config) -> None:
+def test_the_host_skips_if_the_kernel_cannot(config: Config) -> None:
     model, other = make_model(), make_model()
     start = weights(model)
     for each, skip in ((model, 1.0), (other, 0.0)):
@@ -190,7 +190,7 @@ def test_clipping_at_zero_only_measures() -> None:
     assert all((parameter.grad == 1).all() for parameter in model.parameters())
 
 
-def test_parameters_without_a_gradient_are_passed_over() -> None:
+def test_parameters_without_a_gradient_are_skipped() -> None:
     model = make_model()
     model.head.weight.grad = torch.full_like(model.head.weight, 3.0)
     norm = clipped(model, 1.0)

@@ -241,7 +241,7 @@ def hang_later() -> None:
 
 
 def impatient() -> None:
-    """In this process, processes wait for each other for 3 s."""
+    """Let this process wait for the others for 3 s only."""
     parallel.TIMEOUT_SECONDS = 3.0
 
 
@@ -274,7 +274,7 @@ def test_a_process_that_never_joins_is_waited_for_until_the_timeout(
     assert "error: The 2 processes that torchrun started could not connect to each other" in told[0][1]
 
 
-def test_a_run_that_another_machine_began_is_not_begun_anew(
+def test_a_run_that_another_machine_began_is_not_begun_again(
     one: Path, train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """torchrun may choose which machine has rank 0, and rank 0 looks for the run on its own disk."""
@@ -289,7 +289,7 @@ def test_a_run_that_another_machine_began_is_not_begun_anew(
 
 
 def compiles(works: bool, memory_bytes: int) -> None:
-    """In this process compiling works, quickly, or fails; and there is so much memory."""
+    """Let compiling work, quickly, or fail in this process, which sees `memory_bytes`."""
     compile_with = torch.compile
 
     def fails(*batch: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What a run tells stays readable and true: no torn rows, no broken tables, no plot that stops a training."""
+"""Reports and records: no torn rows, no broken tables, no plot that stops a training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.7), torch.tensor(0.0), 1e-
 
 
 def report_of(run_dir: Path, hardware: Hardware, elapsed: float = 0.0, **config: Any) -> Report:
-    """Of a run of 100 steps of 512 tokens."""
+    """Build the report of a run of 100 steps of 512 tokens."""
     config = Config(
         embed_dim=16,
         num_heads=1,
@@ -117,7 +117,7 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
 def test_speed_leaves_out_what_happens_while_paused(
     fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also an evaluation that memory ran out in, after which training goes on."""
+    """An evaluation that runs out of memory counts, too; training continues after it."""
     now = [report.clock.run_started + report.first.seconds]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for _ in range(4):
@@ -173,7 +173,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines() == rows[: len(rows) // 2]
 
 
-def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
+def test_a_curve_that_cannot_be_drawn_is_reported_and_raises_nothing(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.write({"step": 1, "train_loss": 2.0})
@@ -199,7 +199,7 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
     assert (tmp_path / "loss_curve.png").read_bytes() != drawn
 
 
-def test_what_was_expected_is_compared_with_what_came() -> None:
+def test_the_forecast_is_compared_with_the_result() -> None:
     forecast = Forecast(2.02, 0.06, 6000.0)
     for came, speed, said in (
         (2.05, 5000, "got 2.05: within the forecast"),
@@ -216,6 +216,6 @@ def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(
 ) -> None:
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
     out = train(tmp_path / "busy", log_interval=5).out
-    assert out.count("Other programs use this CPU") == 1 and "--threads 1" in out
+    assert out.count("Other programs leave") == 1 and "--threads 1" in out
     monkeypatch.setattr(time, "thread_time", time.perf_counter)
     assert "Other programs" not in train(tmp_path / "quiet", log_interval=5).out

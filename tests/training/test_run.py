@@ -217,7 +217,7 @@ def test_signals_that_follow_a_save_leave_the_exit_code(train_flags: Callable, t
     assert len(steps_of(tmp_path / "run")) == 1
 
 
-def test_a_long_step_is_given_up_and_the_state_before_it_saved(
+def test_a_long_step_is_abandoned_and_the_state_before_it_saved(
     train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
     """Whoever stops a notebook's cell kills it soon after: there may be no time for the rest of a step."""
@@ -261,7 +261,7 @@ def test_a_wish_to_stop_is_not_taken_for_an_error(
 
 
 @pytest.mark.parametrize("step", [12, 24], ids=["in between", "the last one"])
-def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_repeated(
     step: int, train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
     original, batches = TokenData.validation_batch, []
@@ -287,7 +287,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
         assert (tmp_path / "run" / name).read_bytes() == (unbroken / name).read_bytes(), name
 
 
-def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
+def test_a_run_stops_at_its_limit_saved_and_continues_with_more_of_it(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = 1 / 3600
@@ -321,7 +321,7 @@ def test_a_folder_of_the_users_is_not_taken_over(flag: str, train: Callable, tmp
 
 @pytest.mark.parametrize("dry_run", ["true", "false"])
 @pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir"])
-def test_a_folder_that_cannot_be_one_is_told_with_what_is_in_the_way(
+def test_a_folder_that_cannot_be_one_is_reported_with_what_is_in_the_way(
     flag: str, dry_run: str, train: Callable, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_one_is_told_with_what_is_in_the_way(
 
 
 def test_only_names_of_ours_are_cleaned_up_in_a_run_folder(train: Callable, copy_of: Path) -> None:
-    """What a killed process leaves goes; what a user put beside it stays."""
+    """Leftovers of a killed process are deleted; the user's files stay."""
     ours = [
         ".tmp-best/x",
         "checkpoints/.tmp-step_00000004/x",
@@ -362,7 +362,7 @@ def test_the_config_of_a_run_continues_it(train: Callable, train_flags: Callable
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["seed"] == 5
 
 
-def test_a_second_training_in_the_same_folder_is_told_who_holds_it(
+def test_a_second_training_in_the_same_folder_names_the_holder(
     train: Callable, train_flags: Callable, tmp_path: Path
 ) -> None:
     process = Forked(train_flags(tmp_path / "run", max_steps=10**6))
@@ -375,7 +375,7 @@ def test_a_second_training_in_the_same_folder_is_told_who_holds_it(
 
 
 @pytest.mark.parametrize("dry_run", ["true", "false"])
-def test_a_dry_run_finds_what_would_keep_the_run_from_going_on(dry_run: str, train: Callable, copy_of: Path) -> None:
+def test_a_dry_run_finds_what_would_keep_the_run_from_continuing(dry_run: str, train: Callable, copy_of: Path) -> None:
     before = snapshot(copy_of)
     for change, said in (
         ({"embed_dim": 64}, "embed_dim"),
@@ -404,7 +404,7 @@ def test_a_reader_that_ends_does_not_end_the_training(train_flags: Callable, unb
 
 
 @pytest.mark.parametrize("closed", [(2,), (1,), (1, 2)])
-def test_streams_that_are_closed_are_no_matter(
+def test_closed_streams_do_not_matter(
     closed: tuple[int, ...], train_flags: Callable, unbroken: Path, tmp_path: Path
 ) -> None:
     process = Forked(train_flags(tmp_path / "run"), closed=closed)
@@ -468,7 +468,7 @@ def test_more_epochs_continue_a_finished_run(train: Callable, short_token_folder
 
 
 def test_resume_never_keeps_every_old_run_aside(train: Callable, copy_of: Path) -> None:
-    """Also several times within the same second."""
+    """Even several times within the same second."""
     before = snapshot(copy_of)
     flags = {"resume": "never", "max_steps": 2, "checkpoint_steps": 1}
     for already in (1, 2, 3):
@@ -495,7 +495,7 @@ def test_resume_never_also_keeps_the_mirror_aside(train: Callable, tmp_path: Pat
 def test_an_old_run_is_not_set_aside_by_a_command_that_stands_in_it(
     dry_run: str, train: Callable, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was in . would still be there, under another name, and be continued by the same command."""
+    """The files in . would still be there, under another name, and the same command would continue them."""
     before = snapshot(copy_of)
     again = {"resume": "never", "max_steps": 2, "dry_run": dry_run}
     for folder, given in ((".", "."), ("checkpoints", ".."), ("best", copy_of)):
@@ -511,7 +511,7 @@ def test_an_old_run_is_not_set_aside_by_a_command_that_stands_in_it(
     assert len(list(tmp_path.glob("new*"))) == 1
 
 
-def test_a_folder_that_cannot_be_renamed_is_told(
+def test_a_folder_that_cannot_be_renamed_is_reported(
     train: Callable, copy_of: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a disk is mounted on it."""
@@ -576,7 +576,7 @@ def test_other_data_is_refused_with_both_hashes(
     assert snapshot(copy_of) == before
 
 
-def test_what_may_change_takes_effect_and_is_told(train: Callable, copy_of: Path) -> None:
+def test_changed_settings_take_effect_and_are_reported(train: Callable, copy_of: Path) -> None:
     changes = {"learning_rate": 0.002, "batch_size": 8, "eval_interval": 3, "dropout": 0.0, "max_steps": 27}
     result = train(copy_of, **changes)
     assert result.code == 0
@@ -638,7 +638,7 @@ def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(
 
 
 @pytest.mark.parametrize("damage", ["altered", "missing", "manifest cut"])
-def test_a_damaged_newest_checkpoint_is_passed_over_and_told(
+def test_a_damaged_newest_checkpoint_is_skipped_and_reported(
     damage: str, train: Callable, unbroken: Path, copy_of: Path
 ) -> None:
     newest = copy_of / "checkpoints" / "step_00000024"
@@ -738,7 +738,7 @@ def test_init_from_takes_weights_and_shape_and_starts_at_zero(train: Callable, u
     assert [row["step"] for row in read_metrics(tmp_path / "tuned")] == [1, 2, 3, 4]
 
 
-def test_a_run_goes_on_when_the_weights_it_started_from_are_gone(
+def test_a_run_continues_when_the_weights_it_started_from_are_gone(
     train: Callable, unbroken: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"

@@ -1,4 +1,4 @@
-"""What is written at the end of a run."""
+"""Samples and the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.summary import judge_losses
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
 def test_short_documents_and_a_vocabulary_without_a_space(kind: str, tmp_path: Path) -> None:
-    """What begins a document is given as ids: neither a name of a special token nor a space gets into a prompt."""
+    """The beginning of a document is given as ids: no special token's name and no space gets into a prompt."""
     (tmp_path / "dna.txt").write_text("\n<|endoftext|>\n".join(["ACGT", "TTGA", "CCA", "GATTACA"] * 200))
     words = ["--input", tmp_path / "dna.txt", "--tokenizer", kind, *(["--vocab_size", 270] if kind == "bpe" else [])]
     shape = "--num_layers 1 --embed_dim 16 --num_heads 2 --max_seq_len 16 --max_steps 3 --eval_interval 1 --device cpu"

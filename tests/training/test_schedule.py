@@ -101,7 +101,7 @@ def test_epochs_count_every_window_the_last_step_rounded_up() -> None:
     assert length(100, config) == math.ceil(300 / 8)
 
 
-def test_max_steps_per_epoch_ends_each_epoch_after_so_many_steps() -> None:
+def test_max_steps_per_epoch_limits_each_epoch() -> None:
     config = config_of(epochs=3, batch_size=8, gradient_accumulation_steps=2, max_steps_per_epoch=5)
     assert length(1000, config) == 15
 

@@ -72,7 +72,7 @@ def test_a_skipped_update_leaves_weights_and_moments_as_they_were(optimizer: str
     assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True) if a.numel() > 100)
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_told(
+def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -135,15 +135,15 @@ def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
     assert steps_of(tmp_path / "run") == [21, 20]
 
 
-def test_a_jump_of_the_loss_is_told(train: Callable, tmp_path: Path) -> None:
+def test_a_jump_of_the_loss_is_reported(train: Callable, tmp_path: Path) -> None:
     """Six standard deviations above the mean of the losses before."""
     spikes = Spikes()
     losses = [3.0 + 0.01 * (step % 5) for step in range(40)]
-    assert not any(spikes.warning(step, loss) for step, loss in enumerate(losses))
-    assert not spikes.warning(40, 3.05)
-    warning = spikes.warning(41, 3.2)
+    assert not any(spikes.check_loss(step, loss) for step, loss in enumerate(losses))
+    assert not spikes.check_loss(40, 3.05)
+    warning = spikes.check_loss(41, 3.2)
     assert "jumped to 3.200 at step 41" in warning and "--learning_rate" in warning
-    assert not Spikes().warning(1, 100.0)  # nothing to compare it with
+    assert not Spikes().check_loss(1, 100.0)  # nothing to compare it with
 
     run = tmp_path / "run"
     quiet = {"use_lr_scheduler": "constant", "eval_interval": 0, "dropout": 0.0}

@@ -65,7 +65,7 @@ def test_everything_comes_back(read: Callable, state: TrainState) -> None:
         ("scaler", {"scale": 1}), ("data", []), ("config", None), ("resumed_from", 1),
     ],
 )  # fmt: skip
-def test_what_is_not_of_its_type_is_named(read: Callable, key: str, value: Any) -> None:
+def test_values_of_the_wrong_type_are_named(read: Callable, key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"is not a valid training state: (state\.)?({key}|scaler)"):
         read(content(TrainState()) | {key: value})
 

@@ -1,4 +1,4 @@
-"""What the dial times on this machine."""
+"""The measurements of the dial on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_steps_take_time(flags: tuple[str, ...], is_chat: bool) -> None:
     began = machine.now()
     steps = machine.time_steps(candidate(*flags, is_chat=is_chat), 128, threads, 0.05)
     took = machine.now() - began
-    assert 0 < steps.update < took and 0 < 128 * steps.token < took and steps.least == 0
+    assert 0 < steps.update < took and 0 < 128 * steps.per_token < took and steps.min_pass == 0
     assert steps.scatter >= 0 and 0 < steps.cpu_share <= 1
 
 
@@ -30,7 +30,8 @@ def test_a_huge_context_is_timed_in_part() -> None:
     machine, threads = Machine(), torch.get_num_threads()
     huge = candidate("--max_seq_len", "100000", "--position", "rope")
     assert (
-        machine.time_steps(huge, 1000, threads, 0.05).token > machine.time_steps(candidate(), 1000, threads, 0.05).token
+        machine.time_steps(huge, 1000, threads, 0.05).per_token
+        > machine.time_steps(candidate(), 1000, threads, 0.05).per_token
     )
 
 

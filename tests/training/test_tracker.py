@@ -83,7 +83,7 @@ def test_in_wandb_a_killed_run_is_one_run(
     sys.modules["wandb"].teardown()  # its service, a process beside this one
 
 
-def test_what_fails_later_is_told_once_and_the_training_goes_on(
+def test_a_later_failure_is_reported_once_and_training_continues(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
