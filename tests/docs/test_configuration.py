@@ -18,7 +18,7 @@ from tests.helpers import columns
 from training.config import REPOSITORY, SCHEMA, Config
 
 DOCUMENT = REPOSITORY / "docs" / "configuration.md"
-KINDS = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
+KINDS = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}
 METAVARS = {"FILE": "file", "PATH": "path", "FOLDER": "folder"}
 IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that is not a plain value
 HEAD = """\
@@ -87,7 +87,7 @@ def allowed(f: FieldInfo) -> str:
     """Describe the allowed values."""
     if choices := choices_of(f):
         return ", ".join(code(choice) for choice in choices)
-    limits = [f"{said} {limit:,}" for said, limit in limits_of(f)]
+    limits = [f"{said} {limit:,}" for said, limit in limits_of(f) if limit < 2**31 - 1]
     kind = f"{METAVARS.get(extras(f).get('metavar', ''), KINDS[kind_of(f)])}{', one or more' if is_tuple(f) else ''}"
     return ", ".join([kind, *([" and ".join(limits)] if limits else [])])
 

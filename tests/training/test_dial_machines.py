@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.docs.what_you_get import DOCUMENT, cell_of, table_of
+from tests.docs.what_you_get import DOCUMENT, SHOWN, cell_of, table_of
 from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, dial_of, trained
 from training.dial import MIN_STEPS
 from training.timing import Candidate, StepTimes
@@ -41,7 +41,7 @@ def test_every_text_and_time(name: str) -> None:
     ]
     assert not rises
     said = "what the dial chooses has changed: run `python tests/docs/what_you_get.py` and commit what it writes"
-    assert table_of(name, rows) in DOCUMENT.read_text(encoding="utf-8"), said
+    assert name not in SHOWN or table_of(name, rows) in DOCUMENT.read_text(encoding="utf-8"), said
 
 
 class Smaller(Pretended):
