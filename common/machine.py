@@ -127,8 +127,8 @@ def cpu_bf16_flag() -> str | None:
 
 
 def bf16_flag(info: str, limit: str) -> str | None:
-    """Return the instruction set for bf16 by the content of /proc/cpuinfo and oneDNN's `limit`, an environment
-    variable's value."""
+    """Return the instruction set for bf16 by the content of /proc/cpuinfo and `limit`, the value of
+    ONEDNN_MAX_CPU_ISA."""
     flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
     units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
     usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit.upper()))
@@ -152,13 +152,13 @@ CGROUP_MEMORY = (
 
 def total_ram() -> int | None:
     """Return the bytes of memory of this machine or container; None if unknown."""
-    limit, _ = container_memory()
+    limit, _ = read_container_memory()
     return min_known(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
     """Return the bytes of memory that a process could use without swapping; None if unknown."""
-    limit, used = container_memory()
+    limit, used = read_container_memory()
     return min_known(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
 
@@ -166,7 +166,7 @@ def min_known(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def container_memory() -> tuple[int | None, int]:
+def read_container_memory() -> tuple[int | None, int]:
     """Return (limit, used) in bytes; the limit is None outside a container."""
     for limit, used in CGROUP_MEMORY:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit

@@ -14,7 +14,7 @@ from common.files import atomic_write
 from common.output import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
-from exchange.hf_tokenizer import build_chat_jinja, tokens_to_generate
+from exchange.hf_tokenizer import build_chat_jinja, default_new_tokens
 from generation.settings import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -90,7 +90,7 @@ def modelfile_path(file: Path) -> Path:
 
 def llama_command(path: str | Path, config: ModelConfig, template: Template | None = None) -> str:
     """Return the llama.cpp command that continues a prompt, or chats if there is a `template`."""
-    command, tokens = shlex.quote(str(path)), tokens_to_generate(config)
+    command, tokens = shlex.quote(str(path)), default_new_tokens(config)
     if template:
         return f"llama-cli -m {command} --jinja -n {tokens}"
     return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
@@ -104,7 +104,7 @@ def build_modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, templ
     sampling = Sampling()
     parameters: dict[str, object] = {
         "num_ctx": config.max_seq_len,
-        "num_predict": tokens_to_generate(config),
+        "num_predict": default_new_tokens(config),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

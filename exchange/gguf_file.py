@@ -18,7 +18,7 @@ import torch
 from common.errors import ConfigError, require_packages
 from common.files import atomic_write
 from exchange.hf_common import ConversionError
-from exchange.hf_model import CONVERSIONS, hf_model_type
+from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel, scale_frequencies
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -41,7 +41,7 @@ def require_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
 def find_gguf_obstacle(config: ModelConfig, tokenizer: Tokenizer) -> str:
     """Return why no llama.cpp architecture fits this model, or ""."""
     try:
-        kind = hf_model_type(config)
+        kind = choose_hf_model_type(config)
     except ConversionError as wrong:
         return str(wrong)
     if kind != "llama" and config.rope_scaling:
@@ -112,7 +112,7 @@ def write_gguf(
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values()), "weights were rounded on the way here"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        writer = gguf.GGUFWriter(file.name, hf_model_type(model.config))  # writes to the temporary file's name
+        writer = gguf.GGUFWriter(file.name, choose_hf_model_type(model.config))  # writes to the temporary file's name
         try:
             add_shape(writer, model.config, name)
             writer.add_file_type(file_type(gguf_type))
@@ -163,12 +163,12 @@ def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torc
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     config = model.config
-    kind = hf_model_type(config)
+    kind = choose_hf_model_type(config)
     names = get_tensor_name_map(MODEL_ARCH[kind.upper()], config.num_layers)
     for theirs, tensor in CONVERSIONS[kind].tensors(config, model.state_dict()).items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
-        if kind == "gpt2" and name.startswith("blk.") and tensor.dim() == 2:  # OpenAI's convolutions
+        if kind == "gpt2" and name.startswith("blk.") and tensor.dim() == 2:  # GPT-2's Conv1D stores (in, out)
             tensor = tensor.T
         elif kind == "llama" and ".attn_q." in name:
             tensor = interleave_halves(tensor, config.num_heads)
@@ -196,7 +196,7 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.ff_dim)
     writer.add_head_count(config.num_heads)
-    if hf_model_type(config) == "gpt2":
+    if choose_hf_model_type(config) == "gpt2":
         writer.add_layer_norm_eps(config.norm_eps)
     else:
         writer.add_head_count_kv(config.num_kv_heads)
@@ -209,7 +209,7 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
 
 
 def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:
-    """Add a byte-level BPE vocabulary, spelled in GPT-2's letters for bytes.
+    """Add a byte-level BPE vocabulary, spelled in GPT-2's byte-to-unicode mapping.
 
     Ids without a token get a name with a space, which no text can produce in that spelling, and are never sampled.
     USER_DEFINED makes llama.cpp find added tokens in text, as `encode` does; but see `is_special_name`.

@@ -24,7 +24,7 @@ from exchange.folders import load_in_fp32
 from exchange.hf_card import build_model_card
 from exchange.hf_common import Tensors, expand_layers
 from exchange.hf_folder import load_hf_model, new_hf_folder
-from exchange.hf_model import CONVERSIONS, hf_model_type
+from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path)
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": modules,
-        "fan_in_fan_out": hf_model_type(config) == "gpt2",
+        "fan_in_fan_out": choose_hf_model_type(config) == "gpt2",
         "inference_mode": True,
     }
 
@@ -108,7 +108,7 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int)
 
     Ids that only the exported base has, up to `vocab_size`, get zeros.
     """
-    conversion = CONVERSIONS[hf_model_type(config)]
+    conversion = CONVERSIONS[choose_hf_model_type(config)]
     entries = {entry.ours: entry for entry in expand_layers(conversion.table(config), config)}
     tensors: Tensors = {}
     modules: dict[str, None] = {}  # an ordered set

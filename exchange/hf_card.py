@@ -10,7 +10,7 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 from common.lora import LoRA
 from common.output import cell
-from exchange.hf_model import CONVERSIONS, hf_model_type
+from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import replace_surrogates
@@ -72,7 +72,9 @@ def build_model_card(
         data,
         template_str=CARD_TEMPLATE,
         name=cell(name),
-        about=f"LoRA adapters for {cell(base)}." if lora else f"A {CONVERSIONS[hf_model_type(config)].model_class}.",
+        about=f"LoRA adapters for {cell(base)}."
+        if lora
+        else f"A {CONVERSIONS[choose_hf_model_type(config)].model_class}.",
         path=json.dumps(name),
         load=LOAD_ADAPTERS.format(base=json.dumps(base)) if lora else LOAD_MODEL,
         ask=(TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT).format(

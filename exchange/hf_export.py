@@ -13,8 +13,8 @@ from exchange.hf_adapter import export_adapters
 from exchange.hf_card import build_model_card
 from exchange.hf_common import ConversionError
 from exchange.hf_folder import load_hf_model, new_hf_folder, require_transformers
-from exchange.hf_model import extend_vocabulary, hf_model_type, to_hf
-from exchange.hf_tokenizer import hf_generation_config, hf_special_ids, hf_vocab_size
+from exchange.hf_model import choose_hf_model_type, extend_vocabulary, to_hf
+from exchange.hf_tokenizer import build_generation_config, hf_special_ids, hf_vocab_size
 
 
 def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDifference:
@@ -29,7 +29,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDiffer
     require_new(out)
     checkpoint = open_checkpoint(path)
     try:
-        hf_model_type(checkpoint.model_config())  # checked before the weights are read
+        choose_hf_model_type(checkpoint.model_config())  # checked before the weights are read
     except ConversionError as problem:
         raise CheckpointError(f"{checkpoint.path} cannot be exported: {problem}.") from None
     if (lora := checkpoint.lora()) is not None:
@@ -44,7 +44,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDiffer
     template = checkpoint.chat_template()
     described = {
         "config.json": json_bytes(config | hf_special_ids(tokenizer, template)),
-        "generation_config.json": json_bytes(hf_generation_config(tokenizer, shape, template)),
+        "generation_config.json": json_bytes(build_generation_config(tokenizer, shape, template)),
         "README.md": build_model_card(checkpoint, model, tokenizer, out.name).encode(),
     }
     weights = "model.safetensors", tensors

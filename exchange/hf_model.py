@@ -69,7 +69,7 @@ def to_hf(config: ModelConfig, state: Tensors) -> tuple[dict[str, Any], Tensors]
 
     Raises ConversionError naming every option that no class supports.
     """
-    conversion = CONVERSIONS[hf_model_type(config)]
+    conversion = CONVERSIONS[choose_hf_model_type(config)]
     return conversion.to_config(config), conversion.tensors(config, state)
 
 
@@ -119,7 +119,7 @@ def extend_vocabulary(
     return dataclasses.replace(config, vocab_size=vocab_size), state | rows
 
 
-def hf_model_type(config: ModelConfig) -> str:
+def choose_hf_model_type(config: ModelConfig) -> str:
     """Return the `model_type` that fits our model. Raises ConversionError naming every option that it lacks."""
     kind = "gpt2" if config.position == "learned" else hf_llama.llama_model_type(config)
     if wrong := CONVERSIONS[kind].list_obstacles(config):

@@ -128,7 +128,7 @@ def hf_special_ids(tokenizer: Tokenizer, template: Template | None) -> dict[str,
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
-def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Template | None) -> dict[str, Any]:
+def build_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Template | None) -> dict[str, Any]:
     """Return the content of generation_config.json, with generate.py's length and suppressed ids.
 
     `config` belongs to the exported model. The length is at most half of the context: beyond the context, GPT-2 fails.
@@ -136,11 +136,11 @@ def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: Te
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
     ends = {"eos_token_id": sorted(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
-    return {**hf_special_ids(tokenizer, template), **ends, "max_new_tokens": tokens_to_generate(config), **suppressed}
+    return {**hf_special_ids(tokenizer, template), **ends, "max_new_tokens": default_new_tokens(config), **suppressed}
 
 
-def tokens_to_generate(config: ModelConfig) -> int:
-    """Return generate.py's default, at most half of the context."""
+def default_new_tokens(config: ModelConfig) -> int:
+    """Return the default of max_new_tokens, at most half of the context."""
     return min(Sampling().max_new_tokens, config.max_seq_len // 2)
 
 

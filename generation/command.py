@@ -21,7 +21,7 @@ from common.output import cell, printable, table_row
 from generation.completion import ROWS_AT_ONCE, encode_prompt, ends_with_space, generate
 from generation.loading import load_checkpoint
 from generation.passages import score_next_sentences
-from generation.scoring import Score, describe_score, render_head, render_score, score_documents, score_to_json
+from generation.scoring import Score, describe_score, render_header, render_score, score_documents, score_to_json
 from generation.settings import Request, Sampling
 from generation.terminal import interact, print_stream
 from generation.trace import TracedText, describe_share
@@ -62,9 +62,9 @@ def run(request: Request, sampling: Sampling) -> None:
     template = None if request.raw else checkpoint.chat_template()
     training_text = TracedText.of(checkpoint) if request.trace else None
     opened = OpenModel(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
-    answerer = f"{checkpoint.path}: {opened.model.num_parameters():,} parameters."
+    model_line = f"{checkpoint.path}: {opened.model.num_parameters():,} parameters."
     if request.interactive:
-        print(answerer)
+        print(model_line)
         return interact(opened.model, opened.tokenizer, sampling, template)
     asked = read_prompts(request, must_ask=template is not None)
     if template is None and opened.tokenizer.kind == "bpe" and any(map(ends_with_space, asked)):
@@ -72,7 +72,7 @@ def run(request: Request, sampling: Sampling) -> None:
         asked = [prompt[:-1] if ends_with_space(prompt) else prompt for prompt in asked]
     prompts = repeat_prompts(asked, request)
     encoded = opened.encode(prompts)
-    print(answerer, file=sys.stderr)
+    print(model_line, file=sys.stderr)
     after_prompt = "" if template is None else "\n"
     if request.stream or (len(prompts) == 1 and not request.json and not request.no_stream):
         for i, prompt in enumerate(prompts):
@@ -120,7 +120,7 @@ def print_scores(request: Request) -> None:
         raise ConfigError(f"--stride {stride} is above {context}, the context of {checkpoint.path}. Use a smaller one.")
     if not request.json:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
-    total, heads = Score(), render_head()
+    total, header = Score(), render_header()
     for name, source in named:
         size = None if source.is_compressed else source.size  # the unpacked size is not known yet
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
@@ -143,8 +143,8 @@ def print_scores(request: Request) -> None:
             print(json.dumps({"file": name} | row), flush=True)
         else:
             several = f", {len(scored):,} documents" if len(scored) > 1 else ""
-            print(*heads, render_score(name + several, of_file), sep="\n", flush=True)
-            heads = []
+            print(*header, render_score(name + several, of_file), sep="\n", flush=True)
+            header = []
     if not request.json:
         if len(named) > 1:
             print(render_score("total", total))

@@ -45,11 +45,11 @@ class Contender:
     name: str
     checkpoint: Checkpoint
     metrics: list[dict[str, Any]]
-    text: TokenMetadata | None  # its training text; None if unknown
+    training_tokens: TokenMetadata | None  # None if unknown
     parameters: int = 0
     scores: list[Score] = field(default_factory=list)  # one per passage
     next_sentences: str = ""
-    continuations: list[str] = field(default_factory=list)  # one per beginning
+    continuations: list[str] = field(default_factory=list)  # one per prompt
 
     @property
     def losses(self) -> list[tuple[float, float]]:
@@ -70,7 +70,7 @@ class Comparison:
 
     contenders: list[Contender]
     passages: dict[str, list[Passage]]  # who has held them out -> passages, in the order of `scores`
-    beginnings: list[str]
+    prompts: list[str]
 
     @classmethod
     def of(
@@ -83,18 +83,18 @@ class Comparison:
         groups = choose_passages(contenders)
         passages = [passage for group in groups.values() for passage in group]
         texts = [passage.text for passage in passages if passage.ids is None]
-        starts = [
+        candidates = [
             text[:PROMPT_CHARACTERS].rpartition(" ")[0].strip() for text in texts[:: len(texts) // NUM_PROMPTS or 1]
         ]
-        beginnings = [start for start in starts if start][:NUM_PROMPTS]
+        prompts = [start for start in candidates if start][:NUM_PROMPTS]
         for contender in contenders:
             log.info(f"Comparing  {contender.name} on {len(passages)} passages ...")
             model, tokenizer = load_checkpoint(contender.checkpoint, device, torch.float32)
             contender.parameters = model.num_parameters()
             contender.scores = score_passages(model, tokenizer, passages)
             contender.next_sentences = str(score_next_sentences(model, tokenizer, texts))
-            contender.continuations = [each.text for each in generate(model, tokenizer, beginnings, CONTINUATION)]
-        return cls(contenders, groups, beginnings)
+            contender.continuations = [each.text for each in generate(model, tokenizer, prompts, CONTINUATION)]
+        return cls(contenders, groups, prompts)
 
     def describe_verdict(self) -> list[str]:
         """Return sentences on which model is best, by how much and how soon, and what is unknown."""
@@ -107,7 +107,9 @@ class Comparison:
                 said.append(f"{best.name} is better than {other.name} by {size}.")
             else:
                 said.append(f"{best.name} and {other.name} do not differ measurably on this text ({size}).")
-            if best.text and best.text == other.text and best.losses and other.losses:  # losses on the same text
+            if (
+                best.training_tokens and best.training_tokens == other.training_tokens and best.losses and other.losses
+            ):  # losses on the same text
                 time, loss = other.losses[-1]
                 reached = next((seconds for seconds, ours in best.losses if ours <= loss), None)
                 if reached is not None:
@@ -115,12 +117,12 @@ class Comparison:
                         f"It reaches the last loss of {other.name}, {loss:.3f}, in {reached / time:.2g} of its time "
                         f"({duration(reached)} of {duration(time)})."
                     )
-        if unknown := [each.name for each in self.contenders if each.text is None]:
+        if unknown := [each.name for each in self.contenders if each.training_tokens is None]:
             said.append(f"The training text of {', '.join(unknown)} is unknown and may include these passages.")
         return said
 
     def build_tables(self) -> list[list[list[str]]]:
-        """Return tables of the measurements, and of each model's continuations of held-out beginnings."""
+        """Return tables of the measurements, and of each model's continuations of held-out prompts."""
         names = [cell(each.name) for each in self.contenders]
         rows, first = [["", *names]], 0
         for whose, passages in self.passages.items():
@@ -136,8 +138,8 @@ class Comparison:
         rows.append(["training", *(duration(each.losses[-1][0]) if each.losses else "" for each in self.contenders)])
         rows.append(["tokens/s in training", *(si(each.speed) if each.speed else "" for each in self.contenders)])
         written = [
-            [cell(beginning), *(cell(each.continuations[i]) for each in self.contenders)]
-            for i, beginning in enumerate(self.beginnings)
+            [cell(prompt), *(cell(each.continuations[i]) for each in self.contenders)]
+            for i, prompt in enumerate(self.prompts)
         ]
         return [rows, [["held-out beginning", *names], *written]] if written else [rows]
 
@@ -145,7 +147,11 @@ class Comparison:
 def choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]]:
     """Return {who holds them out: passages} that all models can encode and none was trained on. Raises DataError if
     there are none, ConfigError for conversations and models with different vocabularies."""
-    held_out = {each.name: {one.text: one for one in read_held_out(each.text)} for each in contenders if each.text}
+    held_out = {
+        each.name: {one.text: one for one in read_held_out(each.training_tokens)}
+        for each in contenders
+        if each.training_tokens
+    }
     groups = defaultdict[str, list[Passage]](list)
     for text, passage in ChainMap(*held_out.values()).items():
         names = [name for name, theirs in held_out.items() if text in theirs]
@@ -158,8 +164,8 @@ def choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]]
     for whose in sorted(groups, key=lambda whose: whose != "all"):
         passages = [one for one in pick_evenly(groups[whose]) if all(can_encode(each, one) for each in tokenizers)]
         for other in contenders:
-            others = [one for one in passages if other.text and one.text not in held_out[other.name]]
-            learned = find_in_training(other.text, others) if other.text and others else set()
+            others = [one for one in passages if other.training_tokens and one.text not in held_out[other.name]]
+            learned = find_in_training(other.training_tokens, others) if other.training_tokens and others else set()
             passages = [one for one in passages if one.text not in learned]
         if passages:
             found[whose] = passages

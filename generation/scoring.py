@@ -172,7 +172,7 @@ def score_to_json(score: Score) -> dict[str, int | float | None]:
     return {"tokens": score.tokens, "bytes": score.bytes, "characters": score.characters} | finite
 
 
-def render_head() -> list[str]:
+def render_header() -> list[str]:
     names = ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
     return [table_row(names), table_row(["---", *["---:"] * (len(names) - 1)])]
 

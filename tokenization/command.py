@@ -365,22 +365,22 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
     for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.report, folder.metadata):
         if path.exists():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    print(f"\nTrain on it:\n  {training_command(folder, metadata, options.tokenizer_file)}")
+    print(f"\nTrain on it:\n  {build_training_command(folder, metadata, options.tokenizer_file)}")
 
 
 def escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
-    """The command that trains on these files, from the checkpoint of `tokenizer_file` if it is one's. It names each
-    file if the folder has other tokens too."""
+def build_training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
+    """Return the command that trains on these files. If `tokenizer_file` belongs to a checkpoint, it starts from that.
+    It names each file if the folder has other tokens, too."""
     data = f" --data_dir {shlex.quote(str(folder.folder))}"
     if len(find_metadata(folder.folder)) > 1:
         named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
         data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
     source = Path(tokenizer_file or "").parent
-    if tokenizer_file and (metadata.chat_template or (source / "config.json").is_file()):  # a checkpoint's
+    if tokenizer_file and (metadata.chat_template or (source / "config.json").is_file()):
         run = Path("runs") / ("chat" if metadata.chat_template else folder.folder.name)
         init, out = shlex.quote(str(source)), shlex.quote(str(run))
         gently = " --epochs 3 --learning_rate 1e-4 --eval_interval 50 --stop_after_worse 3"
@@ -390,7 +390,7 @@ def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_fil
 
 
 class ByteProgress:
-    """Progress in a known number of bytes: a bar, or a line now and then."""
+    """Shows progress in bytes: a bar in a terminal, else a line now and then."""
 
     def __init__(self, what: str, total: int):
         self.what = what

@@ -170,7 +170,7 @@ def strip_packing(name: str) -> str:
 
 
 def list_left_out(inputs: Sequence[str], suffixes: tuple[str, ...], taken: Container[Path]) -> list[tuple[str, str]]:
-    """Return the files and folders in the given folders that are not `taken`, each with the reason."""
+    """Return the paths in the given folders that are not `taken`, each with the reason."""
     found: list[tuple[str, str]] = []
     for given in inputs:
         folder = Path(given).expanduser()
@@ -270,12 +270,12 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
 
 def read_blocks(source: Source) -> Iterator[bytes]:
     """Yield the unpacked bytes of a file. Raises UnreadableError for a zip bomb, DataError for a damaged file."""
-    most = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size)
+    remaining = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size)
     try:
         with source.open() as file:
             while block := file.read(BLOCK_BYTES):
-                most -= len(block)
-                if most < 0 and (source.is_compressed or source.member is not None):
+                remaining -= len(block)
+                if remaining < 0 and (source.is_compressed or source.member is not None):
                     raise UnreadableError(f"it unpacks to more than {MAX_UNPACK_RATIO} times its size, like a zip bomb")
                 yield block
     except DataError:
@@ -298,11 +298,11 @@ def read_text_blocks(source: Source) -> Iterator[bytes]:
 
 
 def require_text(source: Source, beginning: bytes) -> None:
-    """Raise DataError for a file that begins like another kind of file, even if it is valid UTF-8."""
+    """Raise DataError if a file begins like another format, with NUL bytes or in UTF-16."""
     for signature, what in NOT_TEXT_SIGNATURES.items():
         if beginning.startswith(signature):
             raise DataError(f"{source.place} is {what.format(name=shlex.quote(source.path.name))}")
-    # In UTF-16 every second byte of a space or line break is zero, and text in any language has some.
+    # In UTF-16, one byte of each space and line break is zero, always at even or always at odd offsets.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "UTF-16"
@@ -325,17 +325,17 @@ def decode_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[st
         try:
             text = decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise not_utf8_error(source, position - waiting + error.start, error) from None
+            raise build_not_utf8_error(source, position - waiting + error.start, error) from None
         position += len(block)
         on_read(len(block))
         yield text.replace("\ufeff", "")  # concatenated files have byte order marks inside
     try:
         yield decoder.decode(b"", final=True)  # a final \r
     except UnicodeDecodeError as error:
-        raise not_utf8_error(source, position - len(error.object) + error.start, error) from None
+        raise build_not_utf8_error(source, position - len(error.object) + error.start, error) from None
 
 
-def not_utf8_error(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
+def build_not_utf8_error(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
     found = f"{source.place} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x})."
     if 0 in error.object:

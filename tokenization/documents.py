@@ -271,8 +271,8 @@ def read_raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[b
         length = len(last) + (0 if lines else length)
         if length > MAX_JSON_LINE_BYTES:
             raise DataError(
-                f"{source.place}, line {number} is longer than {byte_size(MAX_JSON_LINE_BYTES)}, but a line of JSON "
-                "has to fit in memory. Split it into several lines."
+                f"{source.place}, line {number} is longer than {byte_size(MAX_JSON_LINE_BYTES)}, the limit for a "
+                "line of JSON. Split the record into several, one per line."
             )
     if last_line := b"".join(rest):
         yield last_line

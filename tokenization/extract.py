@@ -61,7 +61,7 @@ FORMAT_SUFFIXES = {  # the last one, .zip, is not read inside another archive
 }
 
 
-class Kind(NamedTuple):
+class FileFormat(NamedTuple):
     """How to read one kind of file."""
 
     documents: Callable[[BinaryIO, str], Iterable[str | Row | BadRecord]]  # (open file, text_key) -> documents
@@ -80,8 +80,10 @@ def read_json_documents(source: Source, text_key: str) -> Iterator[str | BadReco
     yield from bad
 
 
-def without_key(documents: Callable[[BinaryIO], Iterable[str | Row | BadRecord]], module: str | None = None) -> Kind:
-    return Kind(lambda file, _: documents(file), module)
+def without_key(
+    documents: Callable[[BinaryIO], Iterable[str | Row | BadRecord]], module: str | None = None
+) -> FileFormat:
+    return FileFormat(lambda file, _: documents(file), module)
 
 
 KINDS = {
@@ -95,7 +97,7 @@ KINDS = {
     ".vtt": without_key(read_subtitles),
     ".csv": without_key(read_csv),
     ".tsv": without_key(read_csv),
-    ".parquet": Kind(read_parquet, "pyarrow"),
+    ".parquet": FileFormat(read_parquet, "pyarrow"),
     ".arrow": without_key(read_arrow, "pyarrow"),
     **{suffix: without_key(build_reader(suffix), "pypandoc")._replace(package="pypandoc_binary") for suffix in FORMATS},
 }
@@ -235,7 +237,7 @@ def convert_to_text(source: Source, settings: Settings) -> list[Source]:
     return [check_records(made, settings) if is_chat else made]
 
 
-def read_documents(source: Source, kind: Kind, settings: Settings) -> Iterator[str | Row | BadRecord]:
+def read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iterator[str | Row | BadRecord]:
     try:
         with source.open() as file:
             yield from kind.documents(file, settings.text_key)
@@ -328,7 +330,7 @@ def write_extracted(
 def write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
     """Write documents as JSON Lines. Raises UnreadableError if there are none, if most are unusable, or if they are not
     text."""
-    tally, check, columns = Tally(), TextCheck(), Columns(settings.text_key)
+    tally, check, columns = Tally(), TextCheck(), TextColumn(settings.text_key)
 
     def blocks() -> Iterator[bytes]:
         count = 0
@@ -361,7 +363,7 @@ def write_lines(source: Source, note: str, settings: Settings, documents: Iterab
     return write_extracted(source, ".jsonl", blocks(), note, settings.text_key, settings.format, tally=tally)
 
 
-class Columns:
+class TextColumn:
     """Finds the text in the rows of a table: in the named column, or the only one with texts."""
 
     def __init__(self, text_key: str):

@@ -84,7 +84,7 @@ class HeldOut:
         shares = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in named)
         others = len(sources) - len(named)
         more = f"; {others:,} more files in data_report.md" if others else ""
-        text = f"Held out for validation: {self.share:.1%} of the text: {shares}{more}"
+        text = f"Held out for validation: {self.share:.1%} of the text ({shares}{more})"
         return text.encode(errors="replace").decode()  # file names may hold any bytes
 
 

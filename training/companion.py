@@ -25,7 +25,7 @@ from tokenization.settings import HUB
 from training.config import MODEL_KEYS, Config, Forecast, parse_config
 from training.data import count_windows
 from training.dial import DIAL_SOURCE, EVALUATING_SHARE, Dial, choose
-from training.growth import best_weights, read_choice, shape_keys
+from training.growth import find_best_weights, read_choice, shape_keys
 from training.law import MEASURED_ERROR, UNMEASURED_ERROR_FACTOR, expected_loss, useful_passes
 from training.mirror import Mirror
 from training.plan import find_or_tokenize, text_settings
@@ -44,9 +44,9 @@ from training.text import (
 )
 
 FINISHED_PROGRESS = 0.99  # a base this far needs no more steps
-ENOUGH_MINUTES_SHARE = 0.75  # a base trained for less than this share of the minutes it would get now continues
-# The gain is measured against one's own text if it were as large as both: a companion of the same kind brings this
-# share of that gain, and less with each unit of the token ratio above SAME_KIND_RATIO (docs/benchmarks/companion.md).
+ENOUGH_MINUTES_SHARE = 0.75  # a base that had a smaller share of its current minutes is trained further
+# A companion of the same kind brings COMPANION_GAIN of the gain that as much own text would bring, and less by
+# GAIN_PER_RATIO for each unit of the token ratio above SAME_KIND_RATIO (docs/benchmarks/companion.md).
 COMPANION_GAIN, GAIN_PER_RATIO, SAME_KIND_RATIO = 0.8, 3.5, 1.1
 MAX_TOKEN_RATIO = 1.4  # other English text: up to 1.35; Dutch beside English: over 1.5, which makes the loss worse
 MIN_GAIN = 0.02  # bits per byte; less does not justify the time
@@ -60,7 +60,7 @@ def plan_runs(requested: Config, started: float) -> Iterator[tuple[Config, float
     """
     require_suitable(requested)
     own = measure_text(requested)
-    argv = base_argv(requested)
+    argv = build_base_argv(requested)
     wanted = parse_config(argv)
     before = base = find_base(wanted, argv, own)
     note_setting_aside(requested)
@@ -86,9 +86,9 @@ def plan_runs(requested: Config, started: float) -> Iterator[tuple[Config, float
     yield with_minutes(config, minutes, requested.minutes), started + base.seconds - before.seconds
 
 
-def with_minutes(config: Config, minutes: float, of: float) -> Config:
+def with_minutes(config: Config, minutes: float, total: float) -> Config:
     """Return the configuration of a run that gets a part of the minutes."""
-    return replace(config, minutes=round(minutes, 2), sources=config.sources | {"minutes": f"of --minutes {of:g}"})
+    return replace(config, minutes=round(minutes, 2), sources=config.sources | {"minutes": f"of --minutes {total:g}"})
 
 
 def require_suitable(config: Config) -> None:
@@ -113,7 +113,7 @@ def require_suitable(config: Config) -> None:
             print(f"Note       {len(own & other):,} files are in both texts; both runs hold out the same parts of them")
 
 
-def base_argv(config: Config) -> list[str]:
+def build_base_argv(config: Config) -> list[str]:
     """Return the flags of the base. Its run folder is beside the run of the own text."""
     companion = str(config.companion)
     max_mb = {} if companion.startswith(HUB) else {"max_mb": None}
@@ -154,8 +154,10 @@ def find_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
     require_same_base(wanted, then)
     ended = replace(config, minutes=then["minutes"])
     windows = count_windows(previous.saved.data["train_tokens"], config.max_seq_len)
-    by_time = time_progress(state, ended) >= FINISHED_PROGRESS
-    is_long_enough = ended.minutes >= ENOUGH_MINUTES_SHARE * (wanted.minutes - own_minutes(own, config)) or not by_time
+    used_its_minutes = time_progress(state, ended) >= FINISHED_PROGRESS
+    is_long_enough = (
+        ended.minutes >= ENOUGH_MINUTES_SHARE * (wanted.minutes - own_minutes(own, config)) or not used_its_minutes
+    )
     is_enough = is_long_enough and progress(state, windows, ended) >= FINISHED_PROGRESS
     config = replace(config, input=then["input"])  # spelled as before, because it is part of the token folder's name
     return Base(config, True, previous.checkpoint, state.elapsed_seconds, state.tokens, is_enough)
@@ -230,8 +232,8 @@ def require_similar(own: TextStats, companion: TextStats) -> float:
     if ratio > MAX_TOKEN_RATIO:
         raise ConfigError(
             f"The companion {companion.name} is too different from {own.name}: with each other's vocabulary, they take "
-            f"{ratio:.1f} times as many tokens, and the result would be worse than without it. Name text in the same "
-            "language and of the same kind, or leave --companion out."
+            f"{ratio:.1f} times as many tokens, so the result would be worse than without it. Name text in the same "
+            "language and of the same kind, or remove --companion."
         )
     return ratio
 
@@ -285,7 +287,7 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
     """
     assert base.checkpoint is not None
     argv = build_argv(requested)
-    weights = Checkpoint(best_weights(base.config, open_mirror(base.config), base.checkpoint))
+    weights = Checkpoint(find_best_weights(base.config, open_mirror(base.config), base.checkpoint))
     folder = str(find_or_tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights)))
     (now,) = map(TokenMetadata.read, find_metadata(Path(folder)))
     previous = find_previous(requested, open_mirror(requested), will_train=False)

@@ -24,7 +24,7 @@ from training.hardware import Hardware
 from training.memory import (
     EXCEPT_DROPOUT,
     attempt,
-    halve_until_it_fits,
+    estimate_micro_batch,
     memory_advice,
     return_freed_memory,
     smallest_rows,
@@ -219,7 +219,7 @@ def compile_run(run: Run) -> None:
         reason = f"torch.compile failed ({failure or 'in another process'})"
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
         if run.micro_batch_source in AUTOMATIC_SOURCES:
-            rows, source = halve_until_it_fits(run.config, run.model, run.hardware, run.data.gpu_bytes)
+            rows, source = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
             if rows >= run.micro_batch_size:  # halved already
                 rows, source = run.micro_batch_size, run.micro_batch_source
             run.micro_batch_size, run.micro_batch_source = smallest_rows(rows, source)

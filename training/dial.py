@@ -113,7 +113,7 @@ def choose_continuation(argv: Sequence[str] | None, config: Config, growth: Grow
     keys = growth.build_settings(config)
     text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
     dial = Dial(argv, text, parse_config(argv, keys, DIAL_SOURCE), keys=read_recipe() | keys, started=started)
-    dial.tokens_seen = growth.read
+    dial.tokens_seen = growth.tokens_trained
     return dial.choose_config()
 
 
@@ -489,8 +489,8 @@ class Dial:
         """Return advice on using the minutes that are left."""
         if not self.requested.input or self.text.is_chat or self.requested.init_from:
             return (
-                "Reading this text again would not help. More text would, or a pretrained model: python "
-                "tools/import_hf.py openai-community/gpt2 pretrained/gpt2, and docs/recipes.md"
+                "Reading this text again would not help. Add text, or start from a pretrained model (docs/recipes.md): "
+                "python tools/import_hf.py openai-community/gpt2 pretrained/gpt2"
             )
         command = shlex.join(["python", "train_colab_mmap.py", *(sys.argv[1:] if self.argv is None else self.argv)])
         (_, first), *others = SUGGESTED_COMPANIONS

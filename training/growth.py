@@ -37,7 +37,7 @@ class Growth:
     """The weights to continue from, and their text before and now."""
 
     weights: Path
-    read: int  # tokens the weights were trained on
+    tokens_trained: int  # tokens the weights were trained on
     then: TokenMetadata | None  # None if the tokens are gone
     now: TokenMetadata
 
@@ -58,14 +58,14 @@ class Growth:
             if worse > MAX_VOCABULARY_RATIO:
                 lines.append(
                     f"Note       with the old vocabulary the new text takes {worse:.1f} times as many tokens per byte. "
-                    "--resume never starts over with a vocabulary for both"
+                    "To train a vocabulary on both, start over with `--resume never`"
                 )
         return "\n".join(lines)
 
 
 def find_growth(config: Config) -> Growth | None:
     """Find a run whose text has changed, and tokenize the text as it is now. None if there is no run, or its text is
-    the same. Also None for another `input` and for several processes, which are refused later.
+    the same. Also None for another `input` or under torchrun, which the caller refuses.
 
     Raises what `find_previous` and `find_or_tokenize` raise.
     """
@@ -78,7 +78,7 @@ def find_growth(config: Config) -> Growth | None:
     sha256 = str(previous.saved.data.get("tokens_sha256"))
     if read_tokens_sha256(text_settings(config, previous).output_dir) == sha256:
         return None
-    weights = best_weights(config, mirror, previous.checkpoint)
+    weights = find_best_weights(config, mirror, previous.checkpoint)
     folder = find_or_tokenize(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
     (now,) = map(TokenMetadata.read, find_metadata(Path(str(folder))))
     if now.tokens_sha256 == sha256:  # only the files' dates have changed
@@ -92,7 +92,7 @@ def shape_keys(config: Config) -> dict[str, Any]:
     return {key: value for key, value in shape.items() if value is not None}
 
 
-def best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
+def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
     """Return the best weights of a run, here or in its mirror; if all are damaged, its `newest` checkpoint."""
     best = [*Store(config.run_dir).best_copies(), *(mirror.store.best_copies() if mirror else [])]
     return next((path for path in best if path.exists() and not find_problems(path)), newest.path)

@@ -52,10 +52,10 @@ def fit_micro_batch(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size overrides it)"
         )
         return rows, HALVED
-    return halve_until_it_fits(config, model, hardware, held)
+    return estimate_micro_batch(config, model, hardware, held)
 
 
-def halve_until_it_fits(
+def estimate_micro_batch(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
 ) -> tuple[int, str]:
     """Return the micro-batch that fits by the estimate, and its source. See `fit_micro_batch`."""

@@ -49,7 +49,7 @@ MAX_GPU_SNAPSHOT_SHARE = 0.05  # share of the GPU's memory, until the best weigh
 
 
 class Saver:
-    """A context in which a thread writes one checkpoint at a time while the training goes on, and the mirror copies it.
+    """Writes checkpoints in a thread, one at a time, and lets the mirror copy them. Use it as a context manager.
     If writing fails, the next save or the end of the context raises the error.
 
     At its end the context saves unsaved steps, if the run was stopped or is out of memory, and waits until everything
@@ -66,10 +66,10 @@ class Saver:
         self.best_due = False  # the current weights are the best so far, and not saved yet
         self.best: Snapshot | None = None  # the best weights so far, until they are written
         self.best_written = -math.inf  # time.monotonic()
-        self.written_rows = run.micro_batch_size  # micro_batch_size in config.json
+        self.written_micro_batch_size = run.micro_batch_size
         self.logged_at = -math.inf  # time.monotonic()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
-        self.under_way: Future[None] | None = None
+        self.pending_write: Future[None] | None = None
 
     def __enter__(self) -> Saver:
         self.thread.submit(int).result()  # starts the thread now: later there may be no memory for it
@@ -93,11 +93,11 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Save unsaved steps and wait. If an error ends the training, errors of saving are only logged."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # Only `retry_smaller` raises MemoryExhausted, in a pass, which changes only gradients. An update raises another
-        # error. With several processes, the others would not save.
+        # MemoryExhausted comes only from forward and backward passes, so the weights are intact and can be saved,
+        # except with several processes: the others would not join.
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
-                self.save_rest()
+                self.save_unsaved_step()
             self.write_best()
             self.wait()
         except CheckpointError as problem:
@@ -119,12 +119,12 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save that is under way. Raises CheckpointError if it fails."""
-        self.stop.message = "Stopping once what is under way is saved and copied"
+        self.stop.message = "Stopping after the current checkpoint is saved and copied"
         self.join()
 
     def join(self) -> None:
-        if self.under_way is not None:
-            under_way, self.under_way = self.under_way, None
+        if self.pending_write is not None:
+            under_way, self.pending_write = self.pending_write, None
             under_way.result()
 
     @property
@@ -143,20 +143,20 @@ class Saver:
         return bool(minutes) and time.monotonic() - self.last_saved >= 60 * minutes
 
     def save_if_due(self) -> None:
-        """Save a checkpoint or the best weights if they are due. After a skipped update, wait for a step that shows the
-        weights to be sound; an evaluation shows it too. Raises CheckpointError if the last save failed."""
-        if self.under_way is not None and self.under_way.done():
+        """Save a checkpoint or the best weights if they are due. After a skipped update, wait for a step or an
+        evaluation with a finite loss. Raises CheckpointError if the last save failed."""
+        if self.pending_write is not None and self.pending_write.done():
             self.join()
         self.checkpoint_due |= self.is_checkpoint_step
         if self.checkpoint_due or self.best_due:
             require_stable(self.run)
             if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
-        if self.under_way is None and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
+        if self.pending_write is None and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
             with self.clock.saving():
                 self.write_best()
 
-    def save_rest(self) -> None:
+    def save_unsaved_step(self) -> None:
         """Save a checkpoint of this step if there is none."""
         if self.run.state.step > self.run.saved_step:
             self.checkpoint_due = True
@@ -193,7 +193,7 @@ class Saver:
                 elif best_only:
                     self.best = snapshot
                 else:
-                    self.under_way = self.thread.submit(self.write, folders, snapshot)
+                    self.pending_write = self.thread.submit(self.write, folders, snapshot)
 
     def write_best(self) -> None:
         """Begin to write the best weights, if they are not written yet."""
@@ -201,14 +201,14 @@ class Saver:
             self.join()
             best = {name: each if isinstance(each, bytes) else to_device(each) for name, each in self.best.items()}
             self.best, self.best_written = None, time.monotonic()
-            self.under_way = self.thread.submit(self.write, self.store.best_copies(), best)
+            self.pending_write = self.thread.submit(self.write, self.store.best_copies(), best)
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
-        if self.run.micro_batch_size != self.written_rows:
+        if self.run.micro_batch_size != self.written_micro_batch_size:
             with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint reports it
                 write_config(self.run, self.run.dir)
-                self.written_rows = self.run.micro_batch_size
+                self.written_micro_batch_size = self.run.micro_batch_size
         for folder in folders:
             began = time.perf_counter()
             self.store.save(snapshot, folder)

@@ -245,32 +245,32 @@ class Store:
         absolute = self.dir.resolve()
         if not self.is_empty and Path.cwd().is_relative_to(absolute):
             raise ConfigError(
-                f"--resume never renames {absolute}, which is the current folder or its parent. Start the command from "
-                f"another folder (cd {absolute.parent}), and adjust relative paths."
+                f"`--resume never` would rename {absolute}, which is the current folder or its parent. Start the "
+                f"command from another folder (cd {absolute.parent}), and adjust relative paths."
             )
 
 
 # Starting over
 
 
-def set_aside(run: Store, mirror: Store | None, write_new: Callable[[dict[Path, Path], Path], object]) -> None:
+def set_aside(store: Store, mirror: Store | None, write_new: Callable[[dict[Path, Path], Path], object]) -> None:
     """Rename an old run and its mirror, so that starting over loses nothing, and put a new run folder in place.
 
     `write_new` gets {old folder: its new name} and the new folder, and writes what the same command needs to continue
     if this process is killed in between. Raises CheckpointError if a folder cannot be renamed.
     """
-    new, moves = new_run_path(run.dir), choose_names_aside(run, mirror)
+    new, moves = new_run_path(store.dir), choose_names_aside(store, mirror)
     if moves:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         write_new(moves, new)
-        put_in_place(run.dir, moves)
+        put_in_place(store.dir, moves)
 
 
-def finish_setting_aside(run: Store, mirror: Store | None) -> None:
+def finish_setting_aside(store: Store, mirror: Store | None) -> None:
     """Put a new run in place, if an earlier session was killed after setting the old one aside."""
-    if run.is_empty and (new_run_path(run.dir) / CONFIG).is_file():
-        put_in_place(run.dir, choose_names_aside(mirror))
+    if store.is_empty and (new_run_path(store.dir) / CONFIG).is_file():
+        put_in_place(store.dir, choose_names_aside(mirror))
 
 
 def new_run_path(run_dir: Path) -> Path:
@@ -282,7 +282,7 @@ def new_run_path(run_dir: Path) -> Path:
 def choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
     """Return {folder: new name} for stores that are not empty."""
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
-    # Each has a name: `require_movable` has refused . and .. for folders that are not empty.
+    # No path is . or ..: `require_movable` has refused them for folders that are not empty.
     there = [Path(os.path.normpath(store.dir)) for store in stores if store is not None and not store.is_empty]
     return {folder: folder.with_name(f"{folder.name}.{now}") for folder in there}
 
@@ -295,7 +295,7 @@ def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
         except OSError as problem:  # a mount point, or a read-only disk
             raise CheckpointError(
                 f"The run in {folder} could not be renamed to {aside} ({problem.strerror}). Choose another folder, or "
-                "leave --resume never out."
+                "remove `--resume never` from the command."
             ) from None
         print(f"Renamed the old run: {folder} is now {aside}.")
     new, target = new_run_path(run_dir), os.path.normpath(run_dir)  # run/.. would not resolve once run is renamed

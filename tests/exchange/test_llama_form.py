@@ -18,7 +18,7 @@ from exchange.hf_common import ConversionError, Tensors
 from exchange.hf_folder import build_hf_model, load_hf_model
 from exchange.hf_llama import LLAMA3_KEYS
 from exchange.hf_model import CONVERSIONS as FORMS_OF_THEIRS
-from exchange.hf_model import from_hf, hf_model_type, to_hf
+from exchange.hf_model import choose_hf_model_type, from_hf, to_hf
 from generate import load_model
 from generation.completion import generate
 from generation.sampling import Sampling
@@ -140,7 +140,7 @@ def test_unsupported_options_are_refused_by_name(name: str, changes: dict[str, A
 def test_combinations_that_no_class_has_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
     config = random_model(40, **{**LLAMA, **changes}).config
     with pytest.raises(ConversionError, match=f"does not support .*{words}"):
-        hf_model_type(config)
+        choose_hf_model_type(config)
 
 
 @pytest.mark.extras("xllamacpp")

@@ -192,7 +192,7 @@ def test_a_line_of_json_has_a_longest_size(tmp_path: Path, monkeypatch: pytest.M
     assert len(documents(path)) == 2
     monkeypatch.setattr("tokenization.documents.MAX_JSON_LINE_BYTES", 500_000)
     path = write(path, "\n".join(['{"text": "short"}', *lines]))
-    with pytest.raises(DataError, match=rf"{name}, line 2 is longer than 500\.0 kB.*several lines"):
+    with pytest.raises(DataError, match=rf"{name}, line 2 is longer than 500\.0 kB.*one per line"):
         documents(path)
 
 
