@@ -283,7 +283,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file. Name its folder, {path.parent}, instead.{list_checkpoints()}")
+        folder = f" Name its folder, {path.parent}, instead." if (path.parent / "config.json").is_file() else ""
+        raise CheckpointError(f"{path} is a file, not a checkpoint folder.{folder}{list_checkpoints()}")
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):

@@ -154,7 +154,7 @@ def print_scores(request: Request) -> None:
             model, tokenizer, sample_evenly(pieces, NEXT_SENTENCE_BYTES / max(1, total.bytes))
         )
         if guessed.total:
-            print(f"Next sentences picked correctly: {guessed}")
+            print(f"Next sentences: {guessed}")
 
 
 def read_prompts(request: Request, must_ask: bool) -> list[str]:

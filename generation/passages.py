@@ -154,7 +154,7 @@ class NextSentences(NamedTuple):
     total: int
 
     def __str__(self) -> str:
-        return f"{self.correct} of {self.total} (chance: {self.total / 2:g})"
+        return f"{self.correct} of {self.total} picked correctly (chance: {self.total / 2:g})"
 
 
 class SentenceBoundary(NamedTuple):

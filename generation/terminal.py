@@ -36,7 +36,7 @@ def interact(
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
     if template is None:
-        print("Type a text to continue. quit exits.")
+        print("Type the beginning of a text, and the model continues it. quit exits.")
     else:
         print("Type a message. /reset starts a new conversation, quit exits.")
     turns: list[Message] = []

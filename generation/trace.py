@@ -119,5 +119,6 @@ def read_training_text(config: dict[str, Any]) -> Iterator[Piece]:
 def describe_share(spans: Iterable[Span], texts: Iterable[str]) -> str:
     """Describe the share of words of the texts that are in the spans."""
     words, copied = len(WORD.findall(" ".join(texts))), sum(span.words for span in spans)
-    share = f"{copied / words:.0%}" if copied else "none"
-    return f"{share} of its words, in runs of {MIN_SPAN_WORDS} or more, occur in the training text"
+    if not copied:
+        return f"nothing: no {MIN_SPAN_WORDS} words in a row occur in the training text"
+    return f"{copied / words:.0%} of its words, in runs of {MIN_SPAN_WORDS} or more, occur in the training text"

@@ -60,7 +60,7 @@ UNKNOWN_SUFFIX = "not text, by its name"
 SNIFFED_BYTES = 4096
 # First bytes of files that people mistake for text, and what to do with them.
 NOT_TEXT_SIGNATURES = {
-    b"%PDF-": "a PDF, not text. Take the text out of it first, for example with `pdftotext -enc UTF-8 {name}`.",
+    b"%PDF-": "a PDF. Give it a name that ends in .pdf.",
     b"PK\x03\x04": "a zip archive (like .docx, .odt and .epub), not text. Save it as plain text (UTF-8) first.",
     b"\xd0\xcf\x11\xe0": "an Office document, not text. Save it as plain text (UTF-8) first.",
     b"{\\rtf": "an RTF document, not text. Save it as plain text (UTF-8) first.",

@@ -392,7 +392,7 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
     where = f" --output_dir {folder}" if config.data_dir else ""
     make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
     dial = "" if config.data_dir else "Train on a text: python train_colab_mmap.py --input my_text.txt --minutes 60. "
-    raise DataError(f"No token file in {folder}/. {dial}To make one: {make}")
+    raise DataError(f"No token file in {folder}/. {dial}To make a token file: {make}")
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:

@@ -167,7 +167,7 @@ def require_time(run: Run) -> None:
     if run.took_last_step and run.state.step == 0:
         raise ConfigError(
             f"--minutes {run.config.minutes:g} ran out before the first step: starting took "
-            f"{duration(run.state.elapsed_seconds)}. Use larger --minutes."
+            f"{duration(run.state.elapsed_seconds)}. Increase --minutes."
         )
 
 

@@ -99,7 +99,10 @@ def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint)
 
 
 def read_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
-    """Read the settings that `source` (the dial) chose for an existing run, here or in its mirror, and its forecast."""
+    """Read the settings that `source` (the dial) chose for an existing run, here or in its mirror, and its forecast.
+
+    Returns ({}, None) if there is none, or if nothing was trained with it and the minutes have changed.
+    """
     if config.resume == "never":
         return {}, None
     store = Store(config.run_dir)
@@ -107,10 +110,14 @@ def read_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
     if store.is_empty and (new_run_path(config.run_dir) / CONFIG).is_file():
         with store.locked():  # fails if another session is doing it
             finish_setting_aside(store, mirror)
+    is_trained = any(each.steps() for each in (store, mirror) if each is not None)
     for path in [*store.records(CONFIG), *(mirror.records(CONFIG) if mirror is not None else [])]:
         content = read_json(path, ConfigError)
         if is_resolved(content):
             values, sources, forecast = content["config"], content["sources"], None
+            has_other_minutes = config.sources.get("minutes") == "flag" and values.get("minutes") != config.minutes
+            if has_other_minutes and not is_trained and not values.get("init_from"):
+                return {}, None  # the choice was for other minutes, and nothing was trained yet
             with contextlib.suppress(ValueError, KeyError):  # missing, or written by another version
                 forecast = build(Forecast, content["forecast"])
             chosen = {key: value for key, value in values.items() if sources.get(key) == source}

@@ -171,12 +171,12 @@ def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) ->
     remaining_steps = run.last_step - run.state.step
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
-        fits = "Warning: no step fits. Use larger --minutes"
+        fits = "Warning: too few for a step. Increase --minutes"
     elif steps == remaining_steps:
-        count = f"all {config.epochs} epochs fit" if config.epochs > 1 else "the epoch fits"
+        count = f"time for all {config.epochs} epochs" if config.epochs > 1 else "time for the whole epoch"
         fits = f"{count}, so the run ends before the minutes are over. To use them, raise --epochs"
     else:
-        fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
+        fits = f"time for about {steps:,} steps ({epochs:.2g} epochs)"
     first = min(decay_start(remaining_steps, config), round((1 - decay_share(config)) * steps))
     print(f"Minutes    {config.minutes:g}: {fits}. The learning rate decays from about step {first:,}")
     return steps

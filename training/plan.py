@@ -105,12 +105,13 @@ def choose_shape(config: Config, previous: Previous) -> ModelConfig:
     if config.is_explicit("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
         theirs["max_seq_len"] = config.max_seq_len
     clashes = [
-        f"{key} is {getattr(config, key)!r} from {config.sources[key]}, {value!r} in {source}"
+        f"{key} is {getattr(config, key)!r} ({config.sources[key]}), but {value!r} in {source}"
         for key, value in theirs.items()
         if config.is_explicit(key) and getattr(config, key) != value
     ]
     if clashes:
-        raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
+        head = f"These settings do not fit the weights of {source}. Leave them out, or leave out --init_from:"
+        raise ConfigError("\n  ".join([head, *clashes]))
     return replace(trained, **theirs, dropout=config.dropout)
 
 
@@ -136,7 +137,7 @@ def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | N
     lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
     data_dir = find_or_tokenize(config, previous)
     if config.input:
-        print(f"Report     {Path(str(data_dir), REPORT)}: the text of each file, and what was left out")
+        print(f"Report     {Path(str(data_dir), REPORT)}: what was read from each file, and what was left out")
     return Decision(previous, shape, data_dir, prompts, base, lora)
 
 

@@ -335,14 +335,18 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
         raise CheckpointError(
             "\n  ".join([head, *clashes])
-            + "\nUse the old values, another --output_dir, or --resume never, which renames the old run."
+            + (
+                "\nUse the old values, or leave out --resume_from to start a new run."
+                if config.resume_from
+                else "\nUse the old values, another --output_dir, or --resume never, which renames the old run."
+            )
         )
 
 
 def describe_text_change(run: Run, then: dict[str, Any]) -> str:
     """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone."""
     config, tokens = run.config, find_tokens(str(then.get("tokens_sha256")))
-    if not config.input or tokens is None:
+    if not config.input or config.resume_from or tokens is None:
         return ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
     return (

@@ -107,7 +107,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Companion"] = describe_companion(run, bits)
     if state.base:
         in_bits = f" ({state.base.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
-        facts["Before"] = f"validation loss {state.base.val_loss:.4f}{in_bits} of the initial weights"
+        facts["Before this run"] = f"validation loss {state.base.val_loss:.4f}{in_bits} of the initial weights"
     with attempt(run.hardware.device):
         facts |= score_on_passages(run)
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:

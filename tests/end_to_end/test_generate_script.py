@@ -277,7 +277,7 @@ def test_copied_text_is_traced_to_its_line(make_checkpoint, checkpoint, run, row
         code, out, _ = run(*asked, "--checkpoint", folder, "--trace", streams)
         assert code == 0 and "% of its words" in out and "my_text.txt, line 2" in out
     (tmp_path / "my_text.txt").write_text("something else\n")
-    assert "none of its words" in run(*asked, "--checkpoint", folder, "--trace")[1]
+    assert "no 8 words in a row" in run(*asked, "--checkpoint", folder, "--trace")[1]
     (tmp_path / "my_text.txt").unlink()
     assert "my_text.txt" in fails(3, *asked, "--checkpoint", folder, "--trace")
     assert "--input" in fails(3, *asked, "--checkpoint", checkpoint, "--trace")

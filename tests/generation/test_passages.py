@@ -87,7 +87,9 @@ def test_the_true_next_sentence_is_compared_by_byte_with_one_as_long(bpe: BPETok
         if other != place.sentence:
             bits = [per_byte(model, bpe, place.before, place.gap + sentence) for sentence in (place.sentence, other)]
             right, of = right + (bits[0] < bits[1]), of + 1
-    assert guessed == (right, of) and of > 20 and str(guessed) == f"{right} of {of} (chance: {of / 2:g})"
+    assert (
+        guessed == (right, of) and of > 20 and str(guessed) == f"{right} of {of} picked correctly (chance: {of / 2:g})"
+    )
 
 
 def per_byte(model: TransformerLanguageModel, bpe: BPETokenizer, before: str, after: str) -> float:

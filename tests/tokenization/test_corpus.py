@@ -170,7 +170,7 @@ def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"%PDF-1.7\nall ASCII", "is a PDF, not text.*pdftotext"),
+        (b"%PDF-1.7\nall ASCII", "is a PDF. Give it a name that ends in .pdf"),
         (b"PK\x03\x04\x14\0\x06\0\xb5word/document.xml", r"is a zip archive \(like .docx"),
         (gzip.compress(b"text"), r"packed with gzip.*ends in \.gz"),
         (b"name.txt".ljust(512, b"\0") + b"text", "is not text. It contains NUL bytes"),

@@ -187,10 +187,10 @@ def test_a_dry_run_forecasts_the_steps_in_these_minutes(machine: Machine, train:
     result = train(tmp_path / "run", extra=("--dry_run",), **LONG)
     assert result.code == 0 and not (tmp_path / "run").exists()
     assert "Steps      at most " in result.out
-    steps = int(re.search(r"Minutes    10: about (\d+) steps, .* fit. The learning rate decays", result.out)[1])
+    steps = int(re.search(r"Minutes    10: time for about (\d+) steps .*\. The learning rate decays", result.out)[1])
     assert 140 <= steps <= 150 and f"for {steps} steps" in result.out, "of four seconds"
     short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})
-    assert "the epoch fits, so the run ends before" in short.out
+    assert "time for the whole epoch, so the run ends before" in short.out
 
 
 def test_a_real_run_of_seconds(train_flags: Callable, tmp_path: Path) -> None:

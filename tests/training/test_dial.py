@@ -268,6 +268,8 @@ def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
 def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -> None:
     assert train_colab_mmap.main(flags(book, minutes="0.0001")) == 2
     assert "--minutes 0.0001 ran out before the first step" in capsys.readouterr().err
+    assert train_colab_mmap.main([*flags(book, minutes="5"), "--dry_run"]) == 0
+    assert "\nChoice     " in capsys.readouterr().out, "the model is chosen again for the new minutes"
 
 
 def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -524,7 +524,7 @@ def test_a_folder_that_cannot_be_renamed_is_reported(
 
     monkeypatch.setattr(os, "replace", busy)
     result = train(copy_of, resume="never")
-    assert result.code == 4 and "resource busy" in result.err and "leave --resume never out" in result.err
+    assert result.code == 4 and "resource busy" in result.err and "remove `--resume never`" in result.err
     assert snapshot(copy_of) == before
 
 
@@ -759,7 +759,7 @@ def test_init_from_refuses_another_tokenizer_or_shape(train: Callable, unbroken:
     assert command and Path(command[1]).is_file()
     shape = train(tmp_path / "b", embed_dim=16, init_from=unbroken)
     assert shape.code == 2
-    assert re.search(r"embed_dim is 16 from flag, 32 in ", shape.err)
+    assert re.search(r"embed_dim is 16 \(flag\), but 32 in ", shape.err)
     assert "num_layers" not in shape.err
     assert not (tmp_path / "a" / "checkpoints").exists() and not (tmp_path / "b").exists()
 
