@@ -301,7 +301,7 @@ def require_text(source: Source, beginning: bytes) -> None:
     """Raise DataError if a file begins like another format, with NUL bytes or in UTF-16."""
     for signature, what in NOT_TEXT_SIGNATURES.items():
         if beginning.startswith(signature):
-            raise DataError(f"{source.place} is {what.format(name=shlex.quote(source.path.name))}")
+            raise DataError(f"{source.place} is {what}")
     # In UTF-16, one byte of each space and line break is zero, always at even or always at odd offsets.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -333,14 +333,10 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
         clashes.append(change)
     if clashes:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
-        raise CheckpointError(
-            "\n  ".join([head, *clashes])
-            + (
-                "\nUse the old values, or leave out --resume_from to start a new run."
-                if config.resume_from
-                else "\nUse the old values, another --output_dir, or --resume never, which renames the old run."
-            )
-        )
+        remedy = "another --output_dir, or --resume never, which renames the old run"
+        if config.resume_from:
+            remedy = "or leave out --resume_from to start a new run"
+        raise CheckpointError("\n  ".join([head, *clashes]) + f"\nUse the old values, {remedy}.")
 
 
 def describe_text_change(run: Run, then: dict[str, Any]) -> str:
