@@ -3,12 +3,14 @@ kernels from Python takes longer than running them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T")
+MAX_UNUSED_SHARE = 0.1  # share of a GPU's memory that deleted graphs may keep
 
 
 class Recorder(Protocol):
@@ -23,10 +25,16 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Records CUDA graphs that share a memory pool."""
+    """Records CUDA graphs that share a memory pool.
 
-    def __init__(self) -> None:
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    `is_kept`: these graphs outlive others that are recorded and deleted meanwhile. When a graph is deleted, torch 2.12
+    to 2.14 free the cuBLAS workspace of its stream, which all graphs recorded there use (pytorch issue 193402). And
+    torch.cuda.Stream hands out the same 32 streams in turn, so kept graphs take streams of another priority.
+    """
+
+    def __init__(self, is_kept: bool = False) -> None:
+        self.stream = torch.cuda.Stream(priority=-1 if is_kept else 0)
+        self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -44,6 +52,28 @@ class GraphRecorder:
             try:
                 result = work()
             finally:
-                graph.capture_end()
+                self.end_capture(graph)
         torch.cuda.current_stream().wait_stream(self.stream)
         return graph.replay, result
+
+    def end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording. If it failed, also end it for the allocator and the random generator: torch up to 2.12
+        leaves both recording (pytorch pull request 180395), so memory is never returned and dropout raises."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            device = self.stream.device.index
+            generator = torch.cuda.default_generators[device]
+            with contextlib.suppress(Exception):  # torch 2.13 has ended it
+                torch._C._cuda_endAllocateToPool(device, self.pool)
+            with contextlib.suppress(Exception):
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Give back the memory of deleted graphs if it is much: the allocator reuses a graph's pool for no other work."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if unused > MAX_UNUSED_SHARE * torch.cuda.get_device_properties(device).total_memory:
+            torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.graphs import GraphRecorder, Recorder
+from common.graphs import GraphRecorder, Recorder, free_unused_memory
 from common.machine import exact_device, runs_ahead
 from common.output import say_once
 from generation.recorded import RecordedDecoder
@@ -51,7 +51,12 @@ def stream(
         except RuntimeError as error:  # memory may be too small for a second cache
             say_once(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
         if decoder is not None:
-            yield from replay(decoder, rows, sampling.max_new_tokens)
+            del cache, next_logits  # the decoder has its own
+            try:
+                yield from replay(decoder, rows, sampling.max_new_tokens)
+            finally:  # also if the text ends early
+                del decoder
+                free_unused_memory(model.device)
             return
     for t in range(sampling.max_new_tokens):
         logits = next_logits.to(exact).float()

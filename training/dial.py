@@ -234,6 +234,7 @@ class Dial:
         if TIMING_SHARE * 60 * self.requested.minutes > MIN_ANNOUNCED_SECONDS:
             at_most = duration(TIMING_SHARE * 60 * self.requested.minutes)
             log.info(f"Timing     this machine with models of several sizes, for about {at_most} at most ...")
+        self.machine.free(self.candidates[0])  # an earlier run in this process may still hold memory
         self.time_candidate(self.candidates[0])
         while True:
             choice = self.find_best_within(self.requested.minutes)

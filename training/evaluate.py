@@ -104,7 +104,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
     """Return the mean loss of a batch, (). The model has to be in `eval` mode, without gradients."""
-    if run.recorded is not None and run.recorded.rows == len(batch[0]):
+    if run.recorded is not None and run.config.eval_interval and run.recorded.rows == len(batch[0]):
         loss: torch.Tensor = run.recorded.evaluate(batch)
         return loss
     return run.step_model(*batch)

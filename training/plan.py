@@ -25,7 +25,7 @@ from training.config import Config
 from training.data import TokenData
 from training.evaluate import check_prompts, read_prompts
 from training.hardware import choose_attention, detect_hardware
-from training.memory import build_on_meta, fit_micro_batch, memory_advice, smallest_rows
+from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
 from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.resume import find_previous
@@ -48,6 +48,8 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: decide(config, mirror, lock))
     hardware = detect_hardware(config, shape, previous.saved.state.compiled if previous.saved else None)
     print(hardware.describe())
+    if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
+        return_freed_memory(hardware.device)
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
     choose_attention(data.layout.has_mask)
     print(data.describe() + describe_repetition(data.windows, config))

@@ -118,7 +118,7 @@ def record_step(run: Run) -> RecordedStep | None:
     if not can_record(run.config, run.hardware, needed):
         return None
     try:
-        return RecordedStep(run, GraphRecorder())
+        return RecordedStep(run, GraphRecorder(is_kept=True))
     except RuntimeError as error:
         clear_frames(error)
         run.optimizer.zero_grad(set_to_none=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,9 @@ class Run:
         """Whether the last step was taken and, if the run evaluates, evaluated."""
         return self.took_last_step and not self.evaluation_due
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint. Cached, because counting parameters takes up to a millisecond."""
         return BYTES_PER_PARAMETER * self.model.num_parameters(trained_only=True)
 
     @property

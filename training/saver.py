@@ -152,8 +152,9 @@ class Saver:
             require_stable(self.run)
             if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
-        if self.pending_write is None and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
-            with self.clock.saving():
+        is_waiting = self.best is not None and self.pending_write is None
+        if is_waiting and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
+            with self.clock.saving():  # waits for the GPU
                 self.write_best()
 
     def save_unsaved_step(self) -> None:

@@ -53,14 +53,14 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
     """
     config, scaler = run.config, run.scaler
     rows = run.rows_at_once
-    if config.dropout:  # only dropout draws, and seeding takes up to half a millisecond
-        torch.manual_seed(config.seed * 1_000_003 + run.state.step + (world().rank << 53))
+    if config.dropout:
+        seed_dropout(run.data.device, config.seed * 1_000_003 + run.state.step + (world().rank << 53))
     own = len(batch[0])
-    total = torch.zeros((), device=run.data.device)
     weights = loss_weights(batch[1], rows, run.data.layout.has_mask, config.sequences_per_step)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     if run.recorded is not None:
         return run.recorded.accumulate((pad_rows(part, run.recorded.rows) for part in micro_batches), weights)
+    total = torch.zeros((), device=run.data.device)
     for number, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with parallel.no_sync(run.step_model, number * rows < own):
             with run.hardware.autocast():
@@ -69,6 +69,17 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
             scaler.scale(loss).backward()
         total += loss.detach()
     return parallel.all_reduce_sum(total) / world().size
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seed the random generator of a device. `torch.manual_seed` seeds those of all kinds of devices and formats a
+    stack trace for each missing kind, which takes as long as launching thirty kernels."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: int) -> list[float | torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.errors import is_out_of_memory
 from common.graphs import GraphRecorder
 from common.machine import pick_device
 from model import TransformerLanguageModel
@@ -27,7 +28,7 @@ from training.hardware import (
     detect_hardware,
     gpu_compile_seconds,
 )
-from training.memory import build_on_meta, estimate_memory, return_freed_memory
+from training.memory import build_on_meta, clear_frames, estimate_memory, return_freed_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.recorded import can_record
 from training.step import Batch
@@ -198,12 +199,19 @@ def time_parts(
     rows = len(tokens[0])
     records = can_record(config, hardware, candidate.memory(rows, rows, step_model is not model))
     if records:
-        recorder = GraphRecorder()
-        recorder.warm_up(run_pass)
-        recorder.warm_up(take_update)
-        optimizer.zero_grad(set_to_none=True)
-        do_pass, _ = recorder.record(run_pass)  # each replay writes the gradients
-        do_update, _ = recorder.record(take_update)
+        try:
+            recorder = GraphRecorder()
+            recorder.warm_up(run_pass)
+            recorder.warm_up(take_update)
+            optimizer.zero_grad(set_to_none=True)
+            do_pass, _ = recorder.record(run_pass)  # each replay writes the gradients
+            do_update, _ = recorder.record(take_update)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            clear_frames(error)
+            optimizer.zero_grad(set_to_none=True)
+            records, do_pass, do_update = False, run_pass, take_update  # the training will not record them either
     while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()
         do_pass()

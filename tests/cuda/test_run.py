@@ -39,9 +39,9 @@ def test_the_dial_trains_a_text_in_its_minutes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(generated_text(3_000_000))
     began = time.perf_counter()
-    result = run_script(train_colab_mmap.main, "--input", "book.txt", "--minutes", "3")
+    result = run_script(train_colab_mmap.main, "--input", "book.txt", "--minutes", "1")
     assert result.code == 0, result.err
-    assert time.perf_counter() - began < 1.05 * 180
+    assert time.perf_counter() - began < 1.05 * 60
     assert "Choice " in result.out and "out of memory" not in (result.out + result.err).lower()
 
 
@@ -149,9 +149,9 @@ def test_a_dry_run_tells_all_and_writes_nothing(tmp_path: Path, train: Callable)
         r"^Precision +(bf16|fp16): CUDA",
         r"^Compile +on: ",
         r"^Compiled in \d+ s",
-        r"^Memory .*GB of it free now",
+        r"^Memory .* free now",
         r"^Speed .*s a step.* tokens/s",
-        r"^Saving .*written, verified and loaded in [\d.]+ s",
+        r"^Saving .* s per checkpoint.*verified",
         r"^Evaluating .*windows",
         r"^Time .* 24 steps",
         r"^Peak +[\d.]+ GB of GPU memory",
@@ -169,7 +169,7 @@ def test_profiling_tells_where_the_time_goes_and_writes_nothing(
     assert result.code == 0, result.err
     printed: dict[str, Any] = dict(re.findall(r"^  (\w+) +(\d+\.\d+) +\d+%$", result.out, re.MULTILINE))
     assert tuple(printed) == STEP_PARTS, result.out
-    total = re.search(r"^  in all +(\d+\.\d+) .*tokens/s", result.out, re.MULTILINE)
+    total = re.search(r"^  total +(\d+\.\d+) .*tokens/s", result.out, re.MULTILINE)
     assert total and sum(map(float, printed.values())) == pytest.approx(float(total[1]), abs=0.0001 * len(STEP_PARTS))
     assert len(re.findall(r"^Limit +\S.*\.$", result.out, re.MULTILINE)) == 1
     assert list(tmp_path.iterdir()) == []

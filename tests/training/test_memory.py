@@ -182,7 +182,7 @@ def test_memory_that_runs_out_in_an_evaluation_costs_nothing(
 
     monkeypatch.setattr(TokenData, "validation_batch", fails_once)
     result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
-    assert result.code == 0 and "same batch again" not in result.out
+    assert result.code == 0 and "Repeating the batch" not in result.out
     assert calls[:4] == [4, 4, 2, 2] and calls[-1] == 4
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [12, 24]
 
@@ -204,7 +204,7 @@ def test_memory_that_runs_out_while_prompts_are_answered_costs_no_answer(
     assert train(tmp_path / "plain", **flags).code == 0
     monkeypatch.setattr(evaluate_module, "generate", generate)
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and "same batch again" not in result.out
+    assert result.code == 0 and "Repeating the batch" not in result.out
     assert (tmp_path / "run" / "samples.md").read_bytes() == (tmp_path / "plain" / "samples.md").read_bytes()
 
 
@@ -332,7 +332,7 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     save_at_once(monkeypatch)
     monkeypatch.setattr(Saver, "write", write)
     result = train(tmp_path / "run", eval_interval=0)
-    assert result.code == 5 and "same batch again" not in result.out
+    assert result.code == 5 and "Repeating the batch" not in result.out
     assert steps_of(tmp_path / "run") == saved
     assert train(tmp_path / "run", eval_interval=0).code == 0
     assert steps_of(tmp_path / "run")[0] == 24

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from training import timing
 from training.config import parse_config
 from training.timing import Candidate, Machine
 
@@ -39,3 +40,15 @@ def test_the_model_that_is_compiled_is_the_one_that_is_timed() -> None:
     """Uncompiled here, where compiling takes longer than this test may."""
     compiling, seconds = Machine().compile(candidate(), 2, 0.01)
     assert compiling > 0 and seconds > 0
+
+
+def test_steps_that_cannot_be_recorded_are_timed_unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose driver refuses CUDA graphs; the training goes on without them, too."""
+
+    class Failing:
+        def warm_up(self, work: object) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "can_record", lambda *_: True)
+    monkeypatch.setattr(timing, "GraphRecorder", Failing)
+    assert Machine().time_steps(candidate(), 128, 1, 0.05).update > 0
