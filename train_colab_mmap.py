@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run.dry_run or run.profile:
             code = inspections.inspect(run, begins)
         else:
-            code = fit(run, begins, ends_process=argv is None)
+            code = fit(run, begins, ends_process=argv is None and run.companion == config.companion)
         if code:
             break
     return code

@@ -249,6 +249,12 @@ def step_folders(*parents: Path) -> list[Path]:
     return sorted((path for path in folders if STEP_NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
+def run_steps(parent: Path) -> list[Path]:
+    """Return the checkpoints of all runs and mirrors in `parent`, newest first. Hidden folders are no runs."""
+    runs = [path for path in parent.glob("*") if not path.name.startswith(".")]
+    return step_folders(*(run / "checkpoints" for run in runs), *runs)
+
+
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     match = STEP_NAME.fullmatch(folder.name)
@@ -292,7 +298,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if checkpoint is None:
             raise CheckpointError(f"The run {path} has no checkpoint yet.{list_checkpoints()}")
         return checkpoint
-    if any(step_folders(*path.glob("*/checkpoints"), *path.glob("*"))):  # runs/, or a --checkpoint_dir
+    if run_steps(path):  # runs/, or a --checkpoint_dir
         return open_checkpoint(find_newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
@@ -308,8 +314,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def find_newest_run(runs: Path = Path("runs")) -> Path:
     """Return the run folder or mirror with the most recently written checkpoint. Raises CheckpointError if there is
     none."""
-    folders = step_folders(*runs.glob("*/checkpoints"), *runs.glob("*"))
-    manifests = [folder / MANIFEST for folder in folders if (folder / MANIFEST).exists()]
+    manifests = [folder / MANIFEST for folder in run_steps(runs) if (folder / MANIFEST).exists()]
     if not manifests:
         raise CheckpointError(
             f"No trained model in {runs.absolute()}/. Train one first, for instance with python train_colab_mmap.py "
@@ -320,5 +325,5 @@ def find_newest_run(runs: Path = Path("runs")) -> Path:
 
 
 def list_checkpoints() -> str:
-    there = [str(path) for path in step_folders(*Path("runs").glob("*/checkpoints"))]
-    return f" Checkpoints in runs/: {', '.join(there)}." if there else ""
+    existing = [str(path) for path in run_steps(Path("runs"))]
+    return f" Checkpoints in runs/: {', '.join(existing)}." if existing else ""

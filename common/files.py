@@ -35,18 +35,27 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as problem:
-        if problem.filename == str(temporary):
-            raise OSError(problem.errno, problem.strerror, str(path)) from None
-        raise
+        with name_in_errors(path, temporary):
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def name_in_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Name `path` in an OSError inside that names no file, as those of an open file do, or that names `temporary`."""
+    try:
+        yield
+    except OSError as problem:
+        names_no_file = problem.errno is not None and problem.filename is None
+        if names_no_file or (temporary is not None and problem.filename == str(temporary)):
+            raise OSError(problem.errno, problem.strerror, str(path)) from None
+        raise
 
 
 def sync_directory(path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,14 @@ def open_tokens(config: Config, hardware: Hardware = CPU) -> TokenData:
 
 def estimated(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
     return estimate_memory(config, model, hardware, rows_of(config))
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Fails after half a minute."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from common.files import (
     describe_holder,
     describe_session,
     locked,
+    name_in_errors,
     read_json,
     sha256_file,
     sync_directory,
@@ -361,6 +362,7 @@ def open_writer(folder: TokenFolder, dtype: np.dtype, byte_lengths: np.ndarray) 
     with contextlib.ExitStack() as stack:
         for path in paths:
             path.touch()
+        stack.enter_context(name_in_errors(paths[0]))
         files = [stack.enter_context(open(path, "r+b")) for path in paths]
         yield TokenWriter(files, dtype, byte_lengths)
         os.fsync(files[0].fileno())

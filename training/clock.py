@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
 from collections.abc import Iterator
 
+from common.output import duration, log
 from training.evaluate import EVALUATION_SPEEDUP, evaluated_windows
 from training.run import Run
 
@@ -13,6 +16,47 @@ SUMMARY_TOKENS = 65_000  # a summary scores about this many tokens of held-out p
 MAX_SUMMARY_SHARE = 0.01  # share of --minutes
 MAX_GUESSED_EVALUATION_SHARE = 0.2  # share of --minutes, until an evaluation is measured
 WRITE_BYTES_PER_SECOND = 200e6  # until the first checkpoint is written
+TICK_SECONDS = 1.0
+MIN_STANDSTILL_SECONDS = 5.0
+MAX_STANDSTILL_CPU = 0.1  # CPU time / time; a process that is only starved by others gets more
+
+
+class Standstill:
+    """Measures how long this process stood still: stopped by Ctrl-Z, or on a machine that slept.
+
+    A thread looks at the clock once a second. If it is late and the process used hardly any CPU, nothing has run.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.looked_at, self.cpu = time.monotonic(), time.process_time()
+        self.lock = threading.Lock()
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        with self.lock:
+            now, cpu = time.monotonic(), time.process_time()
+            late = now - self.looked_at - TICK_SECONDS
+            if late > MIN_STANDSTILL_SECONDS and cpu - self.cpu < MAX_STANDSTILL_CPU * late:
+                self.total += late
+                log.info(f"This process stood still for {duration(late)}, which does not count as training time.")
+            self.looked_at, self.cpu = now, cpu
+
+    @property
+    def seconds(self) -> float:
+        self.look()  # the thread may not have woken up yet
+        return self.total
+
+
+@functools.cache
+def standstill() -> Standstill:
+    """Return this process's `Standstill`, and start it at the first call."""
+    return Standstill()
 
 
 class Clock:
@@ -23,6 +67,7 @@ class Clock:
         self.run = run
         self.earlier_seconds = run.state.elapsed_seconds
         self.run_started = started - self.earlier_seconds  # the start of one unbroken session
+        self.stood_still = standstill().seconds  # before this session
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
         self.evaluation_seconds: float | None = None  # the last evaluation
         self.write_seconds: float | None = None  # the last checkpoint folder
@@ -32,8 +77,8 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run, over all its sessions."""
-        return time.perf_counter() - self.run_started
+        """Seconds of the run, over all its sessions, without those in which the process stood still."""
+        return time.perf_counter() - self.run_started - (standstill().seconds - self.stood_still)
 
     @property
     def session_seconds(self) -> float:

@@ -48,7 +48,9 @@ def fit(config: Config, started: float, ends_process: bool) -> int:
                         saver.wait()
                         summarize(run, report, answers)
                         has_summary = True
-    return 0 if has_summary else print_stop(run, clock)
+    if has_summary:
+        return INTERRUPTED if stop.requested and not ends_process else 0
+    return print_stop(run, clock)
 
 
 def take_steps(

@@ -3,19 +3,20 @@ parts of a step, gives advice, and lists the longest operations."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-import tempfile
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import find_problems
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
@@ -38,7 +39,8 @@ from training.saver import Saver
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
 from training.state import Previous
 from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
-from training.stop import Stop
+from training.stop import Stop, signals_interrupt
+from training.store import Store, dry_run_path
 from training.summary import BUSY_CPU_SHARE, finished_message
 
 DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
@@ -54,7 +56,7 @@ LISTED_OPERATIONS = 10
 def inspect(config: Config, started: float) -> int:
     """Dry-run or profile the run of `config`. `started`: the time.perf_counter() at which the command began. Return the
     exit code."""
-    with process_group(config):
+    with process_group(config), signals_interrupt():
         run, previous = make_run(config)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
             if config.profile:
@@ -67,9 +69,9 @@ def inspect(config: Config, started: float) -> int:
 def dry_run(run: Run, previous: Previous, started: float) -> None:
     """Print what the run needs, take its next two steps and save in a temporary folder, and print a forecast. Writes no
     run. Raises what would prevent the run."""
-    mirror, parent = run.mirror, nearest_existing(run.dir.parent)
-    with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
-        run.dir, run.mirror = Path(name), None
+    mirror = run.mirror
+    with temporary_run(run.dir) as folder:
+        run.dir, run.mirror = folder, None
         start_or_resume(run, previous)
         run.config = replace(run.config, log_interval=1, tracker=None)
         first = run.state.step
@@ -81,18 +83,37 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
         stop = Stop()
         with Saver(run, clock, stop) as saver:
             take_steps(run, clock, stop, saver, max_steps=first + DRY_RUN_STEPS)
+            if run.state.step == first:
+                raise ConfigError(f"No step can be taken: {clock.limit_reached}")
             seconds = time_step(run, clock)
             saver.checkpoint_due, saver.logged_at = True, math.inf  # do not print the temporary folder
             saver.save()
         if is_rank_0():
             if problems := find_problems(saver.store.steps()[0]):
-                raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
+                raise CheckpointError(f"A checkpoint written to {folder} is damaged: {'; '.join(problems)}.")
             if first == 0 and run.state.initialized_from is None:
                 check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
     evaluating = time_evaluation(run)
     if is_rank_0():
         print_forecast(run, clock, run.last_step - first, seconds, evaluating)
     print("Dry run: no run was written. Leave --dry_run out to train.")
+
+
+@contextlib.contextmanager
+def temporary_run(run_dir: Path) -> Iterator[Path]:
+    """Return a context with an empty run folder, which is deleted at its end. If the process is killed before, the next
+    session of the run deletes it."""
+    path = dry_run_path(run_dir)
+    if not is_rank_0():
+        yield path
+        return
+    with Store(path).locked():
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def time_step(run: Run, clock: Clock) -> float:

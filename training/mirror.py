@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from common.files import RECORDS_FOLDER, read_json, write_json
 from common.output import duration, log
 from training.records import RECORDS
 from training.stop import Stop
-from training.store import RUN_MARKER, Store, is_better, read_best_state
+from training.store import RUN_MARKER, Store, is_better, lacks_summary, read_best_state
 
 MAX_COPIES = 4  # two checkpoints, the best weights, and the one being written
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0  # pause between two attempts
@@ -69,7 +69,7 @@ class MirrorStore(Store):
     def copies_of(self, name: str) -> list[Path]:
         return [*self.dir.glob(f"{name}-*")]
 
-    def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
+    def copy(self, source: Path, name: str, records: Sequence[Path] = ()) -> bool:
         """Copy as a `Store` does. Raises OtherRunError if another run has begun to use the folder meanwhile."""
         is_copied = super().copy(source, name, records)
         if is_copied:
@@ -78,6 +78,9 @@ class MirrorStore(Store):
             except OtherRunError:
                 self.delete(self.path_of(name))
                 raise
+            for copy in self.copies_of(name):
+                if lacks_summary([copy], records):
+                    self.delete(copy)
         return is_copied
 
     def copy_best(self, source: Path) -> None:

@@ -40,7 +40,14 @@ from training.run import Run
 from training.saver import write_config
 from training.schedule import epoch_sequences
 from training.state import Previous, Saved, TrainState, read_state
-from training.store import Store, finish_setting_aside, new_run_path, read_best_state, set_aside
+from training.store import (
+    Store,
+    delete_dry_run,
+    finish_setting_aside,
+    new_run_path,
+    read_best_state,
+    set_aside,
+)
 from training.text import describe_changes
 
 
@@ -68,12 +75,15 @@ def find_previous(config: Config, mirror: Mirror | None, will_train: bool) -> Pr
     if will_train and not store.is_empty:
         store.clean_up()
         shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
+    if will_train:
+        delete_dry_run(store.dir)
     previous: Previous | None = None
     while previous is None:
         with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
-            previous = find_checkpoint(config, store, mirror)
-            if will_train and previous.checkpoint is not None:
-                previous = copy_here(previous, store, mirror)
+            found = find_checkpoint(config, store, mirror)
+            if will_train and found.checkpoint is not None:
+                found = copy_here(found, store, mirror)
+            previous = found
     if mirror is not None:
         mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
     return previous

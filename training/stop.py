@@ -88,3 +88,20 @@ class Stop:
         finally:
             self.began = None
         self.is_long = time.monotonic() - began > LONG_STEP_SECONDS
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Let every signal that asks to stop end what is inside as Ctrl-C does, by KeyboardInterrupt."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in SIGNALS if is_main and signal.getsignal(number) == signal.SIG_DFL]
+    handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import safetensors
@@ -32,10 +32,18 @@ from common.checkpoint import (
     write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import CHECKPOINT_NAME, RECORDS_FOLDER, describe_holder, locked, read_json, sync_directory
+from common.files import (
+    CHECKPOINT_NAME,
+    RECORDS_FOLDER,
+    describe_holder,
+    locked,
+    nearest_existing,
+    read_json,
+    sync_directory,
+)
 from common.tensors import Content
 from training.config import is_resolved
-from training.records import CONFIG, RECORDS
+from training.records import CONFIG, RECORDS, SUMMARY
 from training.state import TrainState, read_state
 
 KEPT_CHECKPOINTS = 2  # not 1, because the newest may be damaged
@@ -127,11 +135,14 @@ class Store:
                 f"are intact. {remedy} or choose another --output_dir, then run the same command to continue."
             ) from problem
 
-    def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
+    def copy(self, source: Path, name: str, records: Sequence[Path] = ()) -> bool:
         """Copy a checkpoint from another folder, with the records of its run. Return False if an intact copy exists, or
         if the source is replaced meanwhile. Raises OSError."""
         files, target = read_own_files(source), self.path_of(name)
-        if not source.exists() or any(self.is_copy(copy, files) for copy in self.copies_of(name)):
+        copies = [copy for copy in self.copies_of(name) if self.is_copy(copy, files)]
+        if lacks_summary(copies, records):
+            copies = []  # an earlier session has copied the last step before its summary was written
+        if copies or not source.exists():
             return False
 
         def fill(folder: Path) -> None:
@@ -279,6 +290,20 @@ def new_run_path(run_dir: Path) -> Path:
     return Path(parent, f".new-{name}")
 
 
+def dry_run_path(run_dir: Path) -> Path:
+    """Return the temporary run folder of a dry run, beside the run folder or in the nearest parent that exists."""
+    absolute = Path(os.path.abspath(run_dir))
+    return nearest_existing(absolute.parent) / f".dry_run-{absolute.name}"
+
+
+def delete_dry_run(run_dir: Path) -> None:
+    """Delete what a killed dry run has left, unless one is under way."""
+    store = Store(dry_run_path(run_dir))
+    if store.dir.exists():
+        with contextlib.suppress(CheckpointError), store.locked():
+            shutil.rmtree(store.dir, ignore_errors=True)
+
+
 def choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
     """Return {folder: new name} for stores that are not empty."""
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -324,6 +349,12 @@ def copy_files(paths: Iterable[Path], target: Path) -> None:
                 shutil.copyfileobj(source, file, COPY_BLOCK_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def lacks_summary(copies: Iterable[Path], records: Sequence[Path]) -> bool:
+    """Return whether the records have a summary and none of the copies has it."""
+    has_summary = any(path.name == SUMMARY and path.is_file() for path in records)
+    return has_summary and not any((copy / RECORDS_FOLDER / SUMMARY).is_file() for copy in copies)
 
 
 def read_own_files(checkpoint: Path) -> dict[str, ManifestEntry]:

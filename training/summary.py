@@ -12,7 +12,7 @@ import torch
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError, DataError
 from common.files import atomic_write
-from common.output import cell, duration, log, printable, si, table_row
+from common.output import cell, duration, log, plural, printable, si, table_row
 from common.script import is_rank_0
 from generation.loading import load_checkpoint
 from generation.passages import (
@@ -52,6 +52,7 @@ RISEN_RATIO = 1.005  # relative to the lowest validation loss; two seeds differ 
 FALLEN_RATIO = 0.998  # relative to the loss a few evaluations before
 MEMORISING = "memorising"
 ASCII_BYTES_PER_CHARACTER = 1.05  # below, bits per character would be the same as bits per byte
+MIN_JUDGED_STEPS = 10  # a shorter run says nothing about the forecast
 MISSED_SPEED_RATIO = 1.2  # a machine slower or faster by this factor explains a missed forecast
 BUSY_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
@@ -102,7 +103,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
     facts |= judge_losses(rows, evaluated, run.epoch, bool(config.companion))
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
-        facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second)
+        facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
     if config.companion and config.init_from:
         facts["Companion"] = describe_companion(run, bits)
     if state.base:
@@ -180,11 +181,13 @@ def describe_early_end(run: Run) -> str:
     return f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}; more epochs would use the rest"
 
 
-def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None) -> str:
+def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None, steps: int) -> str:
     """Compare the loss with the dial's forecast, and explain the difference."""
     outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {bits:.2f}"
     if abs(bits - forecast.bits_per_byte) <= forecast.error:
         return f"{outcome}: within the forecast's +- {forecast.error:.2f}"
+    if steps < MIN_JUDGED_STEPS:
+        return f"{outcome}: the run took only {plural(steps, 'step')}; more --minutes tell more"
     slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
     if slower > MISSED_SPEED_RATIO and bits > forecast.bits_per_byte:
         return f"{outcome}: training was {slower:.2g} times slower than timed"

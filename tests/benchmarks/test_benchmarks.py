@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import generation, gpu, learning, peers, tokenizing
+from benchmarks import generation, gpu, learning, peers, speed_ladder, tokenizing
 from benchmarks.workload import TimedRun
 from tests.forked import fork_what_is_measured
 from tests.helpers import WORDS, generated_text
@@ -78,6 +78,21 @@ def test_peers_are_measured_beside_ours(tmp_path: Path, monkeypatch: pytest.Monk
     page = path.with_suffix(".md").read_text()
     for name, (row,) in measured.items():
         assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["ms_per_step"] * 1000) and f"| {name} | " in page
+
+
+def test_each_rung_of_the_ladder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled here, because compiling takes longer than all else."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(speed_ladder, "TOKENS", 10_000)
+    fork_what_is_measured(monkeypatch)
+    shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--max_seq_len", "16", "--batch_size", "4"]
+    flags = [*shape, "--seconds", "0.02", "--device", "cpu", "--output_dir", str(tmp_path)]
+    assert speed_ladder.main(["--config", "small.json", *flags]) == 0
+    (path,) = tmp_path.glob("speed_ladder-cpu-*.json")
+    rungs, page = json.loads(path.read_text())["rungs"], path.with_suffix(".md").read_text()
+    assert {"plain loop", "vectorized batches", "compile", "flash attention", "this trainer"} <= rungs.keys()
+    assert all(rows[0]["seconds"] > 0 and f"| {rung} | " in page for rung, rows in rungs.items())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:

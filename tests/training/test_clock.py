@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.forked import Forked
-from tests.helpers import Killed
+from tests.helpers import Killed, wait_until
 from tests.training.helpers import at_step, die, save_at_once, steps_of
 from tests.training.launching import trained
 from training import fit, report
@@ -199,3 +200,18 @@ def test_a_real_run_of_seconds(train_flags: Callable, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0 and "Minutes    0.1" in out, err
     assert rates(tmp_path / "run")[-1] < rates(tmp_path / "run")[0]
+
+
+def test_time_in_which_the_process_stood_still_is_not_used_up(train_flags: Callable, tmp_path: Path) -> None:
+    """As with Ctrl-Z, or a laptop whose lid was closed."""
+    minutes, stopped = 0.15, 7.0
+    process = Forked(train_flags(tmp_path / "run", **LONG | {"minutes": minutes, "epochs": 10**6}))
+    began = time.monotonic()
+    wait_until(lambda: bool(read_metrics(tmp_path / "run")))
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(stopped)
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and "stood still for 0:0" in out, err
+    assert time.monotonic() - began > 60 * minutes + stopped - 2
+    assert read_metrics(tmp_path / "run")[-1]["elapsed_seconds"] <= 60 * minutes + 1

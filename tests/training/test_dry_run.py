@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,12 @@ import pytest
 import torch
 
 import train_colab_mmap
+from common.checkpoint import find_newest_run, open_checkpoint
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import CPU, estimated, full_disk, rows_of, with_large_weights
+from tests.forked import Forked
+from tests.helpers import CPU, estimated, full_disk, rows_of, wait_until, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.hardware import Hardware
@@ -335,3 +339,24 @@ def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path
     result = train(tmp_path / "run", extra=("--dry_run",), compile="on", eval_interval=3)
     assert result.code == 0 and "Compiled in" in result.out
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_dry_run_that_is_ended_leaves_nothing(tmp_path: Path, train_flags: Callable) -> None:
+    process = Forked([*train_flags(tmp_path / "runs" / "run", max_steps=100), "--dry_run"], cwd=tmp_path)
+    wait_until(lambda: bool(list(tmp_path.glob(".dry_run-*"))))
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 130 and "Interrupted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_dry_run_leaves_is_no_run_and_goes_with_the_next_one(copy_of: Path, train: Callable) -> None:
+    runs, left = copy_of.parent, copy_of.with_name(".dry_run-run")
+    shutil.copytree(copy_of, left)
+    assert find_newest_run(runs) == copy_of and open_checkpoint(runs).path.is_relative_to(copy_of)
+    assert train(copy_of).code == 0 and not left.exists()
+
+
+def test_a_dry_run_without_time_for_a_step_is_refused(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", extra=("--dry_run",), max_hours=1e-9)
+    assert result.code == 2 and "No step can be taken: --max_hours" in result.err

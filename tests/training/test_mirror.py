@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,15 @@ import pytest
 from common.checkpoint import STATE, find_problems, make_entry, open_checkpoint, step_folders, write_manifest
 from common.errors import CheckpointError
 from common.files import read_json, write_json
-from tests.helpers import flip, snapshot
+from tests.helpers import flip, snapshot, wait_until
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
 from training import stop
 from training import store as store_module
 from training.mirror import Mirror, MirrorStore
-from training.store import KEPT_CHECKPOINTS, copy_files, is_better, read_best_state
+from training.store import KEPT_CHECKPOINTS, Store, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def only_best(mirror: Path) -> Path:
@@ -99,6 +92,41 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
         only_best(copies) / "model.safetensors"
     ).read_bytes()
     assert len(steps_of(copies)) == KEPT_CHECKPOINTS
+
+
+def test_a_run_that_ends_without_a_new_step_copies_its_summary(train: Callable, tmp_path: Path) -> None:
+    """As when it was killed after its last checkpoint was copied, and the time is over by then."""
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", **flags).code == 0
+    (tmp_path / "run" / "summary.md").unlink()
+    (copy,) = (path for path in step_folders(tmp_path / "drive" / "run") if path.name.startswith("step_00000024"))
+    (copy / "run" / "summary.md").unlink()
+    recorded = {path.relative_to(copy).as_posix(): make_entry(path) for path in copy.rglob("*") if path.is_file()}
+    write_manifest(copy, {name: entry for name, entry in recorded.items() if name != "manifest.json"})
+    assert train(tmp_path / "run", **flags).code == 0
+    shutil.rmtree(tmp_path / "run")
+    assert "This run is finished" in train(tmp_path / "run", **flags).out
+    assert "24 steps" in (tmp_path / "run" / "summary.md").read_text()
+
+
+def test_a_copy_that_another_machine_replaces_is_found_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", **flags).code == 0
+    shutil.rmtree(tmp_path / "run")
+    original, calls = Store.copy, list[str]()
+
+    def replaced_once(store: Store, source: Path, name: str, records: Sequence[Path] = ()) -> bool:
+        calls.append(name)
+        if len(calls) == 1:
+            source.rename(source.with_name("step_00000024-0123abcd"))
+        return original(store, source, name, records)
+
+    monkeypatch.setattr(Store, "copy", replaced_once)
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "This run is finished" in result.out, result.err
+    assert steps_of(tmp_path / "run") == [24]
 
 
 def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ def test_the_forecast_is_compared_with_the_result() -> None:
         (2.48, 6000, "got 2.48: this text is harder"),
         (1.90, 1000, "got 1.90: better than forecast"),
     ):
-        assert said in compare_with_forecast(forecast, came, speed)
+        assert said in compare_with_forecast(forecast, came, speed, 100)
+    assert "got 4.24: the run took only 1 step" in compare_with_forecast(forecast, 4.24, None, 1)
 
 
 def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(
