@@ -28,6 +28,9 @@ __all__ = ("generate_text", "generation_dtype", "load_checkpoint", "load_model",
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_arguments(argv)
+    request = settings[0]
+    if request.score and not request.json:
+        print(f"Scoring    {', '.join(request.score)} ...", flush=True)
     from generation.command import run  # imported here: torch takes seconds, and --help should not wait
 
     run(*settings)

@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 
 from common.errors import CheckpointError
-from common.script import end, writing_script
-from training.config import parse_config
+from common.script import end, process_age, writing_script
+from tokenization.corpus import require_existing
+from training.config import BUILTIN_CONVERSATIONS, parse_config
 
 # A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step takes up to five times
 # as long beside another busy program; with fewer, a quiet machine is slower (docs/benchmarks/what_was_tried.md).
@@ -28,7 +29,11 @@ SPIN_COUNT = "30000"
 @writing_script(CheckpointError)
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
+    if argv is None:
+        started -= process_age()
     config = parse_config(argv)
+    print(f"Run        {config.run_dir}{f' on {config.input}' if config.input else ''}", flush=True)
+    require_existing([text for text in (config.input, config.companion) if text and text != BUILTIN_CONVERSATIONS])
     if "OMP_WAIT_POLICY" not in os.environ:  # torch reads both when it is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Importing torch takes seconds, and --help should not wait for it.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TextIO, cast
 
 from common.errors import INTERRUPTED, DataError, MemoryExhausted, UserError, is_full_disk, is_out_of_memory
@@ -27,9 +30,27 @@ class World:
     local_size: int = 1  # processes on this machine
 
 
+def count_cores() -> int:
+    """Return the cores that this process may use: those of its affinity, within the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or "max": no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
+
+
+def process_age() -> float:
+    """Return the seconds since this process began; 0 where the system does not tell (only Linux does)."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
+
+
 def world() -> World:
     """Read the environment variables that torchrun sets."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+    if not all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return World()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return World(*(int(os.environ.get(name, 1)) for name in names))

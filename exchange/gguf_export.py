@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -14,11 +15,14 @@ from common.files import atomic_write
 from common.output import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
+from exchange.hf_card import example_prompt
 from exchange.hf_tokenizer import build_chat_jinja, default_new_tokens
 from generation.settings import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
+
+CACHE_FOLDER = Path("~/.cache/gpt2_from_scratch")  # for checkpoints in read-only folders
 
 
 def require_gguf_export(path: str | Path, file: Path, ollama: bool = False) -> None:
@@ -35,14 +39,24 @@ def require_gguf_export(path: str | Path, file: Path, ollama: bool = False) -> N
 
 
 def find_or_write_gguf(checkpoint: Checkpoint, name: str) -> Path:
-    """Return model.gguf (f16) in the checkpoint's folder, writing it if it is missing or older than the weights.
+    """Return model.gguf (f16) in the checkpoint's folder, writing it if it is missing or older than the weights. If the
+    folder is read-only, return a file in CACHE_FOLDER.
 
     Raises what `write_gguf` raises.
     """
     file = checkpoint.path / "model.gguf"
     weights = max(path.stat().st_mtime_ns for path in checkpoint.path.iterdir() if path != file)
-    if not file.exists() or file.stat().st_mtime_ns < weights:
+    if file.exists() and file.stat().st_mtime_ns >= weights:
+        return file
+    try:
         convert_checkpoint(checkpoint, file, name, "f16")
+    except OSError as problem:
+        if problem.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        file = CACHE_FOLDER.expanduser() / f"{checkpoint.weights_sha256()}.gguf"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            convert_checkpoint(checkpoint, file, name, "f16")
     return file
 
 
@@ -53,18 +67,18 @@ def export_gguf(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
     """
     checkpoint = open_checkpoint(path)
     model, tokenizer = convert_checkpoint(checkpoint, file, file.stem, gguf_type)
-    template = checkpoint.chat_template()
+    template, prompt = checkpoint.chat_template(), example_prompt(checkpoint, tokenizer)
     print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
     if model.config.activation == "gelu":
         print(
             "llama.cpp's GPT-2 uses the tanh approximation of GELU and this model the exact one: logits differ a "
             "little."
         )
-    print_commands("With llama.cpp", llama_command(file, model.config, template))
+    print_commands("With llama.cpp", llama_command(file, model.config, prompt, template))
     if ollama:
         with atomic_write(modelfile_path(file)) as written:
             written.write(build_modelfile(file, model.config, tokenizer, template).encode())
-        print_commands("With Ollama", ollama_commands(file, template))
+        print_commands("With Ollama", ollama_commands(file, prompt))
     else:
         print("\nAdd --ollama to write a Modelfile for Ollama, too.")
 
@@ -88,12 +102,12 @@ def modelfile_path(file: Path) -> Path:
     return file.with_name("Modelfile")
 
 
-def llama_command(path: str | Path, config: ModelConfig, template: Template | None = None) -> str:
+def llama_command(path: str | Path, config: ModelConfig, prompt: str, template: Template | None = None) -> str:
     """Return the llama.cpp command that continues a prompt, or chats if there is a `template`."""
     command, tokens = shlex.quote(str(path)), default_new_tokens(config)
     if template:
         return f"llama-cli -m {command} --jinja -n {tokens}"
-    return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
+    return f"llama-completion -m {command} -no-cnv -n {tokens} -p {shlex.quote(prompt)}"
 
 
 def build_modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: Template | None = None) -> str:
@@ -134,7 +148,6 @@ def build_modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, templ
     return "\n".join([f"FROM ./{Path(path).name}", *lines, f'TEMPLATE """{form}"""', ""])
 
 
-def ollama_commands(file: Path, template: Template | None) -> str:
+def ollama_commands(file: Path, prompt: str) -> str:
     name = re.sub(r"[^a-z0-9._-]+", "-", file.stem.lower()).strip("-._") or "model"
-    prompt = "What is the capital of France?" if template else "Once upon a time"
-    return f'ollama create {name} -f {shlex.quote(str(modelfile_path(file)))}\nollama run {name} "{prompt}"'
+    return f"ollama create {name} -f {shlex.quote(str(modelfile_path(file)))}\nollama run {name} {shlex.quote(prompt)}"

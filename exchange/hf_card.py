@@ -14,6 +14,7 @@ from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import replace_surrogates
+from training.records import read_samples
 from training.state import Saved, read_state
 
 CARD_TEMPLATE = """---
@@ -134,9 +135,12 @@ def try_read_state(checkpoint: Checkpoint) -> Saved | None:
 
 
 def example_prompt(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Return a prompt that the vocabulary can express."""
-    usual = "Once upon a time" if checkpoint.chat_template() is None else "What is the capital of France?"
-    for prompt in (usual, "the"):
+    """Return a prompt that the vocabulary can express: for a model of texts, a held-out line of its own, if known."""
+    prompts = ["What is the capital of France?"]
+    if checkpoint.chat_template() is None:
+        written = [sample for run in checkpoint.path.parents[:2] for sample in read_samples(run)]
+        prompts = [*(" ".join(sample.prompts[0].split()) for sample in written), "Once upon a time"]
+    for prompt in (*prompts, "the"):
         with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
             tokenizer.encode(prompt)
             return prompt

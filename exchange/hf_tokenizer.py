@@ -114,6 +114,7 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: Templa
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # so that prompts of a batch end where their texts begin
         **special_token_roles(tokenizer, template),
     }
 

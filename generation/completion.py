@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -71,9 +73,14 @@ class Completion:
 
 
 def generate(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, prompts: Sequence[str | list[int]], sampling: Sampling
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | list[int]],
+    sampling: Sampling,
+    deadline: float = math.inf,
 ) -> list[Completion]:
-    """Complete prompts (texts or ids) in batches. Prompt i has the seed `sampling.seed + i`.
+    """Complete prompts (texts or ids) in batches. Prompt i has the seed `sampling.seed + i`. Texts end early at
+    `deadline`, a time.monotonic().
 
     Raises TokenizerError for a prompt that cannot be encoded.
     """
@@ -89,7 +96,7 @@ def generate(
             for tokens, _ in stream(model, rows[some], seeded, bias):
                 for completion, token in zip(completions[some], tokens, strict=True):
                     completion.push(token)
-                if all(completion.ended for completion in completions[some]):
+                if all(completion.ended for completion in completions[some]) or time.monotonic() > deadline:
                     break
     finally:
         model.train(was_training)

@@ -5,7 +5,9 @@ Every run holds out the same passages of a text (tokenization/held_out.py), so a
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -25,6 +27,7 @@ from tokenizer_base import UnknownCharacterError
 T = TypeVar("T")
 MAX_PASSAGES = 200
 NUM_RESAMPLES = 2000
+PASSAGES_AT_ONCE = 8  # scored between two looks at the clock
 PART_CHARACTERS = 100  # a passage is searched for by parts of this length
 SEARCH_BLOCK_TOKENS = 1 << 20
 
@@ -117,6 +120,22 @@ def score_passages(model: TransformerLanguageModel, tokenizer: Tokenizer, passag
     return list(score_documents(model, tokenizer, documents, stride=max(1, model.config.max_seq_len // 2)))
 
 
+def score_pair(
+    models: Sequence[TransformerLanguageModel], tokenizer: Tokenizer, passages: Sequence[Passage], deadline: float
+) -> list[list[Score]]:
+    """Return each model's scores of the same passages: all, or as many as are scored until `deadline`, a
+    time.monotonic(). Use models in fp32. Raises UnknownCharacterError."""
+    scores: list[list[Score]] = [[] for _ in models]
+    order = np.random.RandomState(0).permutation(len(passages))
+    for first in range(0, len(order), PASSAGES_AT_ONCE):
+        chosen = [passages[i] for i in order[first : first + PASSAGES_AT_ONCE]]
+        for of_model, model in zip(scores, models, strict=True):
+            of_model += score_passages(model, tokenizer, chosen)
+        if time.monotonic() > deadline:
+            break
+    return scores
+
+
 def add_scores(scores: Iterable[Score]) -> Score:
     result = Score()
     for score in scores:
@@ -165,15 +184,19 @@ class SentenceBoundary(NamedTuple):
     sentence: str
 
 
-def score_next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Iterable[str]) -> NextSentences:
+def score_next_sentences(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Iterable[str], deadline: float = math.inf
+) -> NextSentences:
     """Count how often the model gives the true next sentence fewer bits per byte than one of similar length from
-    elsewhere, at up to MAX_PASSAGES places. Pairs as in BLiMP and BabyLM, of text instead of grammar."""
+    elsewhere, at up to MAX_PASSAGES places, or as many as are scored until `deadline`, a time.monotonic(). Pairs as in
+    BLiMP and BabyLM, of text instead of grammar."""
     places = sorted(
         pick_evenly([place for text in texts for place in find_places(text)]), key=lambda place: len(place.sentence)
     )
     others = [place.sentence for place in (*places[1:], *places[-2:-1])]
+    pairs = list(zip(places, others, strict=False))
     batch = list[tuple[Score, np.ndarray, int]]()
-    for place, other in zip(places, others, strict=False):
+    for place, other in (pairs[i] for i in np.random.RandomState(0).permutation(len(pairs))):
         try:
             before = tokenizer.encode(place.before)
             after = [tokenizer.encode(place.gap + sentence) for sentence in (place.sentence, other)]
@@ -188,6 +211,9 @@ def score_next_sentences(model: TransformerLanguageModel, tokenizer: Tokenizer, 
     rows = 2 * max(1, BATCH_TOKENS // (4 * MAX_CONTEXT_TOKENS))
     for first in range(0, len(batch), rows):
         score_batch(model, batch[first : first + rows])
+        if time.monotonic() > deadline:
+            batch = batch[: first + rows]
+            break
     bits = [score.bits_per_byte for score, _, _ in batch]
     return NextSentences(sum(true < other for true, other in zip(bits[::2], bits[1::2], strict=True)), len(bits) // 2)
 

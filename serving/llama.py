@@ -10,6 +10,7 @@ from common.errors import CheckpointError
 from generation.settings import Sampling
 
 PARALLEL_REQUESTS = 4  # each has the whole context
+REQUEST_TIMEOUT_SECONDS = 5  # a client that never completes its request holds a thread until then
 # The chat template of a model that was not trained on conversations; llama.cpp's default is ChatML.
 CONTINUE_TEMPLATE = "{{ messages[-1].content }}"
 
@@ -25,6 +26,7 @@ def start(checkpoint: Checkpoint, file: Path, name: str, host: str, port: int, k
     params.model_alias = {name}
     params.hostnames, params.port = [host], port
     params.api_keys = [key] if key else []
+    params.timeout_read = REQUEST_TIMEOUT_SECONDS
     params.cors_origins = "localhost"  # pages from elsewhere cannot read the answers
     params.n_parallel, params.n_ctx = PARALLEL_REQUESTS, PARALLEL_REQUESTS * config.max_seq_len
     params.n_predict = sampling.max_new_tokens

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "training": GROUND | {"tokenization", "generation"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"generation"},
-    "train_colab_mmap": {"common", "training"},
+    "train_colab_mmap": {"common", "tokenization", "training"},
 }
 PRODUCT = set(MAY_IMPORT)
 # Rooms beside each other do not import each other, and only notebooks import tools.

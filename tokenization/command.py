@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shlex
 import threading
 import time
@@ -25,6 +24,7 @@ from common.chat import ChatTemplate, require_end_of_text_id
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, name_input, sha256_file
 from common.output import LOG_INTERVAL_SECONDS, byte_size, duration, log, progress_bar
+from common.script import count_cores
 from tokenization.conversations import read_conversations
 from tokenization.corpus import Source, list_left_out
 from tokenization.dedup import Repeats
@@ -274,7 +274,7 @@ def encode_sources(
     """Encode all text that is not yet in the work folder, in order. Return the writer with counts and hash of all
     tokens."""
     dtype = choose_dtype(tokenizer.vocab_size)
-    workers = options.num_workers or os.cpu_count() or 1
+    workers = options.num_workers or count_cores()
     chunks = read_chunks(read, options.chunk_size_mb * 1e6)
     with (
         open_writer(folder, dtype, tokenizer.byte_lengths) as writer,

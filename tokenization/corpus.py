@@ -117,7 +117,7 @@ class Source:
     def open(self) -> BinaryIO:
         """Open the file, unpacked."""
         if self.member is None:
-            return self.unpack(open(self.path, "rb"))
+            return self.unpack(open_regular(self.path))
         archive = open_archive(self.path, self.modified_ns)
         return self.unpack(archive.open(archive.infolist()[self.member]))
 
@@ -126,6 +126,15 @@ class Source:
             raise UnreadableError("it needs backports.zstd (pip install backports.zstd)")
         unpack = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(self.packing)
         return cast(BinaryIO, unpack(file) if unpack else file)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises UnreadableError if it is a pipe or a device by now: reading it may never end."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 @functools.lru_cache(maxsize=1)
@@ -265,7 +274,18 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
         if matches:
             return [(match, match.name) for match in matches]
         raise DataError(f"No file matches {given} in {Path.cwd()}.")
-    raise DataError(f"No such file or folder: {given} (in {Path.cwd()}).")
+    raise missing_error(given)
+
+
+def require_existing(inputs: Sequence[str]) -> None:
+    """Raise DataError for an input that is neither a path that exists nor a pattern nor an address on the hub."""
+    for given in inputs:
+        if not (given.startswith(HUB) or glob.has_magic(given) or os.path.exists(os.path.expanduser(given))):
+            raise missing_error(given)
+
+
+def missing_error(given: str) -> DataError:
+    return DataError(f"No such file or folder: {given} (in {Path.cwd()}).")
 
 
 def read_blocks(source: Source) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from common.output import byte_size, cell, table_row
+from common.output import byte_size, cell, plural, table_row
 from tokenization.corpus import UNKNOWN_SUFFIX, Source, read_blocks
 from tokenization.dedup import NUM_EXAMPLES, Repeats
 from tokenization.encoding import Reader, SourceText, begins_document
@@ -95,7 +95,8 @@ class DataReport:
         """Return the whole report."""
         gave = [of_file for of_file in self.files.values() if of_file.documents]
         size = sum(each.bytes for each in gave)
-        lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {self.documents:,} documents"]
+        documents = plural(self.documents, "document")
+        lines = [f"- **Read**: {plural(len(gave), 'file')}: {byte_size(size)} of text in {documents}"]
         lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.list_findings(MAX_LISTED_FILES)]
         if self.repeats:
             common = self.repeats.left_out.most_common(NUM_EXAMPLES)

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/export_hf.py").settings(argv, Options)
     if (options.gguf_type or options.ollama) and not options.gguf:
         raise ConfigError("--gguf_type and --ollama need --gguf FILE.")
+    print(f"Exporting  {options.checkpoint} to {options.out} ...", flush=True)
     from exchange import gguf_export  # imported here, because --help should not wait for torch
     from exchange.hf_export import export
 

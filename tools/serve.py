@@ -9,6 +9,7 @@ First writes the model for llama.cpp, as model.gguf in the checkpoint's folder.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Sequence
@@ -41,13 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/serve.py").settings(argv, Options)
     require_packages("gguf", "xllamacpp")
     port, key = find_port(options.host, options.port), choose_key(options.host)
+    print(f"Loading    {options.run or 'the newest run'} ...", flush=True)
     from common.checkpoint import (  # imported here, because --help should not wait for torch
         find_newest_run,
         open_checkpoint,
     )
     from exchange.gguf_export import find_or_write_gguf
+    from exchange.hf_card import example_prompt
     from serving.llama import start
     from serving.models import run_folder
+    from tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(options.run or find_newest_run())
     name = run_folder(checkpoint.path).name or "model"
@@ -62,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if checkpoint.chat_template():
         chat, path, body = "yes", "chat/completions", '{"messages": [{"role": "user", "content": "Who are you?"}]}'
     else:
-        chat, path, body = "no; it continues the last message as text", "completions", '{"prompt": "Once upon a time"}'
+        chat, path = "no; it continues the last message as text", "completions"
+        prompt = example_prompt(checkpoint, load_tokenizer(checkpoint.tokenizer_path()))
+        body = json.dumps({"prompt": prompt}, ensure_ascii=False).replace("'", "\\u0027")
     print(f"Model      {name}, from {checkpoint.path}", f"Chat       {chat}", sep="\n")
     print(
         f"Listening  {url}, for {'clients with the key, unencrypted' if key else 'this machine only'}; press Ctrl-C to "

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/web_demo.py").settings(argv, Options)
     require_packages("gradio")
     port, key = find_port(options.host, options.port), choose_key(options.host, options.share)
+    print(f"Loading    {', '.join(options.places)} ...", flush=True)
     import gradio  # imported here, because --help should not wait for it and torch
 
     from serving.demo_page import launch, make_page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,13 @@ class Clock:
     def training_cpu(self) -> float:
         """CPU seconds of this thread without the pauses."""
         return time.thread_time() - self.paused_cpu
+
+    def find_deadline(self, least_seconds: float = 0.0) -> float:
+        """Return the time.monotonic() at which `minutes` are over, but at least their share for the summary and
+        `least_seconds` from now; infinity without `minutes`."""
+        minutes = self.run.config.minutes
+        left = max(60 * minutes - self.elapsed, MAX_SUMMARY_SHARE * 60 * minutes, least_seconds)
+        return time.monotonic() + left if minutes else math.inf
 
     @property
     def compute_units(self) -> float | None:

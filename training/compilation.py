@@ -121,7 +121,6 @@ def compile_model(
     if not hardware.compiles:
         return data_parallel(model), ""
     started = time.perf_counter()
-    torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
     # Split the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
     torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
     inner = data_parallel(CompiledParts(model) if hardware.is_cuda else model)
@@ -130,6 +129,7 @@ def compile_model(
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
     warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # the place where the time limit struck
     try:
+        torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
         with time_limit(hardware.compile_limit):
             with no_sync(inner):
                 with hardware.autocast():
@@ -147,8 +147,10 @@ def compile_model(
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | CompileTimeout):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
-        return undo_compile(inner), first_line
+        what = "Compiling was stopped" if isinstance(error, CompileTimeout) else "torch.compile failed"
+        failure = f"{what} ({first_line})"
+        print(f"{failure}; training continues uncompiled. --compile off skips the attempt.")
+        return undo_compile(inner), failure
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -199,7 +201,8 @@ def cancel_compilation() -> None:
     if AsyncCompile.pool.cache_info().currsize:
         AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
         AsyncCompile.pool.cache_clear()
-    clear_caches()
+    with contextlib.suppress(OSError):  # the folder of the cache is gone, and was the reason
+        clear_caches()
 
 
 def compile_run(run: Run) -> None:
@@ -216,7 +219,7 @@ def compile_run(run: Run) -> None:
             print("torch.compile failed in another process; training continues uncompiled in all of them.")
             # A different micro-batch would compile again in the first step.
             run.step_model = undo_compile(run.step_model)
-        reason = f"torch.compile failed ({failure or 'in another process'})"
+        reason = failure or "torch.compile failed in another process"
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
         if run.micro_batch_source in AUTOMATIC_SOURCES:
             rows, source = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from common.lora import LoRA
 
 
+# The quickstart's text, and questions that it does not ask in these words.
+BUILTIN_CONVERSATIONS = "builtin:conversations"
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 INTERNAL_FIELDS = ("name", "sources", "forecast")

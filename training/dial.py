@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from common.errors import ConfigError, MemoryExhausted
-from common.output import byte_size, duration, log
+from common.output import byte_size, duration, log, plural
 from common.script import world
 from tokenization.held_out import MAX_SHARE_FACTOR
 from tokenization.settings import HUB
@@ -523,7 +523,7 @@ class Dial:
         notes = spare = others = ""
         if not self.own_text:
             half, double = (
-                f"{each:g} minute{'s' * (each != 1)}: {self.find_best_within(each).loss:.2f}"
+                f"{plural(each, 'minute')}: {self.find_best_within(each).loss:.2f}"
                 for each in (minutes / 2, minutes * 2)
             )
             others = f"With       {half}, with {double}\n"
@@ -534,9 +534,10 @@ class Dial:
         if 2 * self.tokenizing_seconds > 60 * minutes:
             takes = f"about {duration(self.tokenizing_seconds)} of the {minutes:g} minutes"
             notes += f"Note       tokenizing takes {takes}. Part of the text would be enough\n"
+        size = byte_size(text.bytes) if text.is_tokenized else f"about {byte_size(text.bytes)}"
         print(
-            f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
-            f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
+            f"Text       {text.name}: {size} of {'conversations' if text.is_chat else 'text'} in "
+            f"{plural(text.files, 'file')}, about {text.tokens:,.0f} tokens of a vocabulary of "
             f"{text.vocab_size:,}\n"
             f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{notes}"

@@ -117,9 +117,11 @@ def answer_prompts(run: Run) -> list[Answer]:
     return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
-def continue_prompts(run: Run, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
-    """Continue the prompts, at most `rows_at_once` together. Return [] if memory runs out. Rank 0 computes them; every
-    process must call this."""
+def continue_prompts(
+    run: Run, prompts: Sequence[str | list[int]], sampling: Sampling, deadline: float = math.inf
+) -> list[str]:
+    """Continue the prompts, at most `rows_at_once` together, until `deadline` (see `generate`). Return [] if memory
+    runs out. Rank 0 computes them; every process must call this."""
     if not prompts:
         return []
     model = run.model
@@ -127,7 +129,9 @@ def continue_prompts(run: Run, prompts: Sequence[str | list[int]], sampling: Sam
     def generate_texts(rows: int) -> list[str]:
         batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
         return [
-            completion.text for batch in batches for completion in generate(model, run.data.tokenizer, batch, sampling)
+            completion.text
+            for batch in batches
+            for completion in generate(model, run.data.tokenizer, batch, sampling, deadline)
         ]
 
     def generate_if_it_fits() -> list[str]:
@@ -141,15 +145,15 @@ def continue_prompts(run: Run, prompts: Sequence[str | list[int]], sampling: Sam
     return on_rank_0(generate_if_it_fits)
 
 
-def write_samples(run: Run) -> list[Answer]:
-    """Continue the beginnings of NUM_SAMPLES held-out documents with generate.py's defaults. Return [] for
-    conversations, which `eval_prompts` test better. Every process must call this."""
+def write_samples(run: Run, deadline: float) -> list[Answer]:
+    """Continue the beginnings of NUM_SAMPLES held-out documents with generate.py's defaults, until `deadline` (see
+    `generate`). Return [] for conversations, which `eval_prompts` test better. Every process must call this."""
     data = run.data
     if data.layout.has_mask:
         return []
     prompts = choose_sample_prompts(data)
     begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
-    texts = continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+    texts = continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS), deadline)
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
@@ -229,12 +233,24 @@ def choose_sample_prompts(data: TokenData) -> list[list[int]]:
     special = set(data.tokenizer.special_ids.values())
 
     def text_at(start: int) -> list[int]:
-        ids = held_out[start : start + SAMPLE_PROMPT_TOKENS].tolist()
+        ids = held_out[start : start + SAMPLE_PROMPT_TOKENS + 1].tolist()
         first = next((i for i, token in enumerate(ids) if token not in special), len(ids))
         text = list(itertools.takewhile(lambda token: token not in special, ids[first:]))
-        return trim_partial_characters(text, data.tokenizer) or [ids[-1]]
+        return trim_partial_characters(cut_at_word(text, data.tokenizer), data.tokenizer) or [ids[-1]]
 
     return [text_at(start) for start in chosen]
+
+
+def cut_at_word(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return at most SAMPLE_PROMPT_TOKENS of the ids, and end before a space if there is one in their second half."""
+    if len(ids) <= SAMPLE_PROMPT_TOKENS:
+        return ids
+    ends = (i for i in range(SAMPLE_PROMPT_TOKENS, SAMPLE_PROMPT_TOKENS // 2, -1) if begins_word(ids[i], tokenizer))
+    return ids[: next(ends, SAMPLE_PROMPT_TOKENS)]
+
+
+def begins_word(token: int, tokenizer: Tokenizer) -> bool:
+    return tokenizer.decode([token])[:1].isspace()
 
 
 def trim_partial_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -42,7 +42,7 @@ def fit(config: Config, started: float, ends_process: bool) -> int:
                 if has_summary:
                     print(finished_message(run))  # the saver still updates the mirror
                 else:
-                    print_plan(run)
+                    print_plan(run, clock)
                     report, answers = take_steps(run, clock, stop, saver)
                     if run.is_done:
                         saver.wait()
@@ -143,7 +143,7 @@ def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
         log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
 
-def print_plan(run: Run) -> None:
+def print_plan(run: Run, clock: Clock) -> None:
     """Print what will be trained. Write config.json, and rewind the records to the step that the run continues from."""
     config, state = run.config, run.state
     if is_rank_0():
@@ -158,7 +158,7 @@ def print_plan(run: Run) -> None:
     steps = f"steps {state.step:,} to {at_most}{run.last_step:,} of {run.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
     if config.minutes:
-        print(f"Minutes    {config.minutes:g}, of which {duration(state.elapsed_seconds)} are used")
+        print(f"Minutes    {config.minutes:g}, of which {duration(clock.elapsed)} are used")
     if config.warmup_steps >= run.last_step:
         shorter = f"--warmup_steps {run.last_step // 10}, or more --epochs"
         print(f"Note       the warmup of {config.warmup_steps:,} steps lasts the whole run: try {shorter}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import platform
 import sys
 import warnings
@@ -18,7 +17,7 @@ import torch
 
 from common.errors import ConfigError
 from common.machine import cpu_bf16_flag, device_name, name_contains, peak_flops, pick_device, total_ram
-from common.script import world
+from common.script import count_cores, world
 from model_config import ModelConfig
 from training.config import Config
 
@@ -46,7 +45,7 @@ MAX_SHARE_IF_SPILLING = 0.95  # share of the free GPU memory, where the driver s
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
-DEFAULT_THREADS = torch.get_num_threads()  # OMP_NUM_THREADS, or one per core
+DEFAULT_THREADS = min(torch.get_num_threads(), count_cores())  # OMP_NUM_THREADS, or one per core
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
 
 
@@ -150,9 +149,11 @@ def freeze_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | None = None) -> Hardware:
+def detect_hardware(
+    config: Config, shape: ModelConfig, was_compiled: bool | None = None, steps: int | None = None
+) -> Hardware:
     """Choose device, precision and compilation for a model of this shape, and set up this process: fp32 precision and
-    the memory limit on a GPU, malloc and threads on a CPU. `was_compiled`: see `choose_compile`.
+    the memory limit on a GPU, malloc and threads on a CPU. `was_compiled`, `steps`: see `choose_compile`.
 
     Raises ConfigError if the machine lacks what was requested.
     """
@@ -162,7 +163,7 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
     units = Units.of(device)
     precision, precision_reason = choose_precision(config.precision, shape.embed_dim, units)
     peak = peak_flops(name) if use_cuda else None
-    compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled)
+    compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled, steps)
     if use_cuda:
         # No TF32: runs, scores and answers in fp32 are exact, and bf16 and fp16 steps have no fp32 products.
         with warnings.catch_warnings(action="ignore"):  # torch 2.9 and 2.10 name a newer function
@@ -246,16 +247,17 @@ def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
 def gpu_compile_seconds() -> float:
     """Return the expected seconds to compile for a GPU, on its host. Layers share their code, so depth does not
     matter."""
-    return GPU_COMPILE_SECONDS * (2 if (os.cpu_count() or 1) <= FEW_CORES else 1)
+    return GPU_COMPILE_SECONDS * (2 if count_cores() <= FEW_CORES else 1)
 
 
 def choose_compile(
-    config: Config, shape: ModelConfig, units: Units, was_compiled: bool | None = None
+    config: Config, shape: ModelConfig, units: Units, was_compiled: bool | None = None, steps: int | None = None
 ) -> tuple[bool, str, float | None]:
     """Return whether to compile, the reason, and the timeout in seconds.
 
     Compiles on a GPU with Triton; on a CPU only the modern form, if the run is long enough to repay it. A resumed run
-    on a CPU stays as it began (`was_compiled`), so that its arithmetic stays the same.
+    on a CPU stays as it began (`was_compiled`), so that its arithmetic stays the same. `steps`: those of the whole run,
+    if they are known; its minutes may be over before.
     """
     if config.compile != "auto":
         return config.compile == "on", "as configured", None
@@ -270,8 +272,10 @@ def choose_compile(
     if shape.position != "rope" and not shape.qk_norm:
         return False, "a compiled step of this model is hardly faster on a CPU", None
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
-    step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
-    seconds = config.max_steps * step or 60 * config.minutes
+    step = flops / (CPU_FLOPS_PER_CORE * count_cores())  # seconds
+    seconds = (steps or config.max_steps) * step or 60 * config.minutes
+    if config.minutes:
+        seconds = min(seconds, 60 * config.minutes)
     takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
     limit = COMPILE_TIMEOUT_FACTOR * (takes + step)
     if not seconds:

@@ -290,10 +290,8 @@ def profile(run: Run) -> None:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
     print(f"  {'total':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
     if cpu_share <= BUSY_CPU_SHARE:
-        print(
-            f"Limit      Other programs: these steps got only {cpu_share:.0%} of the CPU. Try --threads 1, which "
-            "suffers least from them."
-        )
+        advice = " Try --threads 1, which suffers least from them." if torch.get_num_threads() > 1 else ""
+        print(f"Limit      Other programs: these steps got only {cpu_share:.0%} of the CPU.{advice}")
     else:
         print(f"Limit      {describe_limit(seconds, hardware, run.data.placement)}")
     with torch.profiler.profile() as trace:

@@ -187,8 +187,11 @@ class Mirror:
         if run_id is not None:
             is_other = marker.get("run_id") not in (None, run_id)
         if is_other:
+            other = f"--output_dir {spelled}"
+            if os.path.normpath(spelled) == os.path.normpath(self.source.dir):
+                other = f"also in {spelled}, but begun at another time or on another machine"
             raise CheckpointError(
-                f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.source.dir}. "
+                f"{self.dir} holds the copies of another run ({other}), not of the one in {self.source.dir}. "
                 "Choose another --checkpoint_dir or --output_dir for this run. To continue the other one, move this "
                 f"run away and use --output_dir {spelled}."
             )

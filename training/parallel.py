@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from training.config import Config
 
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # rank 0 tokenizes and answers prompts alone, which may take long
+HINT_SECONDS = 5.0
 TIMEOUT_SECONDS = 600.0  # if processes wait longer for one of them, the job ends
 
 T = TypeVar("T")
@@ -40,10 +41,14 @@ class Group:
     def __init__(self, here: World, device: torch.device):
         """Join the job. Raises torch.distributed's errors if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        hint = threading.Timer(HINT_SECONDS, print_hint, (here,))
+        hint.daemon = True
+        hint.start()
         if device.type == "cuda":  # NCCL kills the process at its timeout; gloo has to time out first
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
+        hint.cancel()
         self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # works while the GPUs are busy
         self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
         self.in_rank_0_only = False  # inside `on_rank_0`
@@ -58,6 +63,17 @@ class Group:
         with contextlib.suppress(RuntimeError):  # the store may be gone
             return self.store.add(text, 1) == 1
         return True
+
+
+def print_hint(here: World) -> None:
+    """Name the variables that make this process wait, if torchrun has not set them."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        with contextlib.suppress(OSError):  # to stderr of every rank, because there may be no rank 0
+            os.write(
+                2,
+                f"Waiting for {here.size} processes, because RANK and WORLD_SIZE are set. If you did not use torchrun, "
+                "press Ctrl-C and type: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n".encode(),
+            )
 
 
 GROUP: Group | None = None  # None in a single process

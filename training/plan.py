@@ -18,11 +18,11 @@ from common.tensors import meta_model, weights_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import choose_folder, tokenize_with
-from tokenization.metadata import find_metadata
+from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
-from training.config import Config
-from training.data import TokenData
+from training.config import BUILTIN_CONVERSATIONS, Config
+from training.data import TokenData, count_windows, locate
 from training.evaluate import check_prompts, read_prompts
 from training.hardware import choose_attention, detect_hardware
 from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
@@ -30,9 +30,10 @@ from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.resume import find_previous
 from training.run import Prompt, Run
-from training.state import Previous
+from training.schedule import last_step
+from training.state import Previous, TrainState
 from training.store import Store
-from training.text import BUILTIN_CONVERSATIONS, EXAMPLES_DIR, input_settings
+from training.text import EXAMPLES_DIR, input_settings
 from training.tracker import require_tracker
 
 
@@ -46,7 +47,8 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
     previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: decide(config, mirror, lock))
-    hardware = detect_hardware(config, shape, previous.saved.state.compiled if previous.saved else None)
+    was_compiled = previous.saved.state.compiled if previous.saved else None
+    hardware = detect_hardware(config, shape, was_compiled, estimate_steps(config, data_dir, shape.max_seq_len))
     print(hardware.describe())
     if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
         return_freed_memory(hardware.device)
@@ -80,6 +82,12 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
         if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
             torch.cuda.reset_peak_memory_stats()
         return Run(config, hardware, data, prompts, model, size, source, mirror), previous
+
+
+def estimate_steps(config: Config, data_dir: str | None, seq_len: int) -> int:
+    """Estimate the steps of the whole run from the counts in the metadata."""
+    metadata = TokenMetadata.read(locate(config, data_dir)[-1])
+    return last_step(TrainState(), count_windows(metadata.train_tokens, seq_len), config)
 
 
 def describe_repetition(windows: int, config: Config) -> str:

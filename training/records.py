@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -137,9 +138,20 @@ def read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
 
 
-def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure  # pyplot would look for a display
+def import_figure() -> Any:
+    """Import matplotlib's Figure, which needs no display, without MPLBACKEND: a `!python` cell in Colab inherits one
+    that may be missing in this environment."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    return Figure
 
+
+def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
+    Figure = import_figure()
     figure = Figure(figsize=(8, 5))
     axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # automatic layout takes as long as drawing
     for key, label, style in (("train_loss", "training", {"alpha": 0.6}), ("val_loss", "validation", {"marker": "o"})):

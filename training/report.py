@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import torch
+
 from common.output import LOG_INTERVAL_SECONDS, duration, is_interactive, log, progress_bar, si
 from common.script import is_rank_0
 from training.clock import Clock
@@ -163,9 +165,10 @@ class Report:
         self.has_warned_of_programs = True
         step_seconds = (self.last.seconds - self.first.seconds) / steps
         left = self.run.steps_left(step_seconds) * step_seconds
+        advice = " --threads 1 may be faster meanwhile." if torch.get_num_threads() > 1 else ""
         log.info(
             f"Other programs leave {share:.0%} of the CPU to training: about {duration(left)} left, or "
-            f"{duration(share * left)} if they stop. --threads 1 may be faster meanwhile."
+            f"{duration(share * left)} if they stop.{advice}"
         )
 
     def warn_of_skips(self) -> None:

@@ -286,8 +286,13 @@ def finish_setting_aside(store: Store, mirror: Store | None) -> None:
 
 def new_run_path(run_dir: Path) -> Path:
     """Return the temporary path of a new run folder, used while the old one is in place."""
-    parent, name = os.path.split(os.path.abspath(run_dir))
+    parent, name = os.path.split(os.path.abspath(follow_link(run_dir)))
     return Path(parent, f".new-{name}")
+
+
+def follow_link(folder: Path) -> Path:
+    """Return the folder that a link leads to, which may be on another disk; any other folder as it is."""
+    return Path(os.path.realpath(folder) if folder.is_symlink() else os.path.normpath(folder))
 
 
 def dry_run_path(run_dir: Path) -> Path:
@@ -308,12 +313,13 @@ def choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
     """Return {folder: new name} for stores that are not empty."""
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     # No path is . or ..: `require_movable` has refused them for folders that are not empty.
-    there = [Path(os.path.normpath(store.dir)) for store in stores if store is not None and not store.is_empty]
-    return {folder: folder.with_name(f"{folder.name}.{now}") for folder in there}
+    folders = [follow_link(store.dir) for store in stores if store is not None and not store.is_empty]
+    return {folder: folder.with_name(f"{folder.name}.{now}") for folder in folders}
 
 
 def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
     """Rename the old folders, then the new one to `run_dir`. Raises CheckpointError if that fails."""
+    new = new_run_path(run_dir)  # before the old folder is renamed: run/.. would not resolve any more
     for folder, aside in moves.items():
         try:
             os.replace(folder, aside)
@@ -323,7 +329,7 @@ def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
                 "remove `--resume never` from the command."
             ) from None
         print(f"Renamed the old run: {folder} is now {aside}.")
-    new, target = new_run_path(run_dir), os.path.normpath(run_dir)  # run/.. would not resolve once run is renamed
+    target = new.with_name(new.name.removeprefix(".new-"))
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(target)  # empty
     os.replace(new, target)

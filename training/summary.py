@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
 from statistics import fmean
 from typing import Any
 
@@ -25,12 +26,12 @@ from generation.passages import (
     pick_evenly,
     read_held_out,
     score_next_sentences,
-    score_passages,
+    score_pair,
 )
 from generation.trace import TracedText, describe_share, read_training_text
 from tokenizer_base import TokenizerError
 from training.config import Forecast
-from training.evaluate import Answer, accuracy, answer_prompts, perplexity, write_samples
+from training.evaluate import Answer, accuracy, answer_prompts, evaluated_windows, perplexity, write_samples
 from training.memory import attempt
 from training.records import (
     CURVE,
@@ -57,13 +58,15 @@ MISSED_SPEED_RATIO = 1.2  # a machine slower or faster by this factor explains a
 BUSY_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
 NOTICEABLE_BITS = 0.01  # bits per byte
+MIN_SAMPLE_SECONDS = 5.0  # for samples, also when --minutes are over
 MAX_PRINTED_CHARACTERS = 80  # a model that has learned little repeats itself for hundreds
 
 
 def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
     """Write and print the summary. `answers`: those of the last evaluation, if it was in this session."""
     answers = answers or answer_prompts(run)
-    samples = write_samples(run) if run.config.eval_interval and not answers else []
+    deadline = report.clock.find_deadline(least_seconds=MIN_SAMPLE_SECONDS)
+    samples = write_samples(run, deadline) if run.config.eval_interval and not answers else []
     if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
         report.add_samples(samples)
     if is_rank_0():
@@ -98,9 +101,15 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         size, characters = data.metadata.val_bytes, data.metadata.val_characters
         if bits and size and characters and size > ASCII_BYTES_PER_CHARACTER * characters:
             per_byte += f" or {bits * size / characters:.3f} per character"
-        facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
+        where = f"on {evaluated_windows(data, config):,} of {plural(data.val_windows, 'held-out window')}"
+        if data.layout.has_mask:
+            where += ", answers only"
+        in_words = f"perplexity {perplexity(last['val_loss']):.2f}{per_byte}"
+        facts["Validation loss"] = f"{last['val_loss']:.4f} ({in_words}), {where}"
     if state.best_val_loss is not None:  # the loss of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
+        if state.base and state.best_val_loss >= state.base.val_loss:
+            facts["Best"] += f", no better than the {state.base.val_loss:.4f} of the initial weights"
     facts |= judge_losses(rows, evaluated, run.epoch, bool(config.companion))
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
         facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
@@ -110,7 +119,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         in_bits = f" ({state.base.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
         facts["Before this run"] = f"validation loss {state.base.val_loss:.4f}{in_bits} of the initial weights"
     with attempt(run.hardware.device):
-        facts |= score_on_passages(run)
+        facts |= score_on_passages(run, clock.find_deadline())
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
         with contextlib.suppress(DataError):  # the text may have been moved
             training_text = TracedText(read_training_text(config.values()))
@@ -133,7 +142,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if answers:
         lines += ["", "## Answers", "", *render_answers(*columns, before)]
     for each in samples:
-        lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
+        lines += ["", "## Sample", "", *(f"> {line}" for line in format_text(each).splitlines())]
     lines += ["", "## Configuration", "", "Settings that differ from the defaults, and their source:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     changed = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
@@ -147,8 +156,10 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     print()
     for line in render_answers(*columns, before, MAX_PRINTED_CHARACTERS) if answers else []:
         print(line)
+    if samples:
+        print("Samples, each after [the beginning of a held-out passage]:\n")
     for each in samples:
-        print(f"Sample: {printable(each.prompt.text)} ...{printable(each.text)}\n")
+        print(f"{format_text(each)}\n")
     for key, value in facts.items():
         print(f"{key:<16} {value}")
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
@@ -157,6 +168,11 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
     checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
+
+
+def format_text(sample: Answer) -> str:
+    """Return a prompt in brackets, and the text that the model wrote after it."""
+    return printable(f"[{sample.prompt.text}]{sample.text}")
 
 
 def describe_companion(run: Run, bits_per_byte: float | None) -> str:
@@ -249,23 +265,24 @@ def finished_message(run: Run) -> str:
 # Held-out passages
 
 
-def score_on_passages(run: Run) -> dict[str, str]:
-    """Score a finished run on held-out passages: how often it picks the right next sentence and, if it started from
-    weights trained on another text, what it has learned and forgotten. Return {name: fact}; {} if the token folder is
-    gone."""
+def score_on_passages(run: Run, deadline: float) -> dict[str, str]:
+    """Score a finished run on held-out passages, as many as are scored until `deadline`, a time.monotonic(): how often
+    it picks the right next sentence and, if it started from weights trained on another text, what it has learned and
+    forgotten. Return {name: fact}; {} if the token folder is gone."""
     try:
         passages = read_held_out(run.data.metadata)
         facts = {}
         if run.data.metadata.chat_template is None:
             log.info("Scoring    next sentences of held-out passages ...")
-            guessed = score_next_sentences(run.model, run.data.tokenizer, [each.text for each in pick_evenly(passages)])
+            texts = [each.text for each in pick_evenly(passages)]
+            guessed = score_next_sentences(run.model, run.data.tokenizer, texts, deadline)
             facts = {"Next sentence": str(guessed)} if guessed.total else {}
-        return facts | (compare_with_start(run, passages) if run.config.init_from else {})
+        return facts | (compare_with_start(run, passages, deadline) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
         return {}
 
 
-def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
+def compare_with_start(run: Run, passages: list[Passage], deadline: float) -> dict[str, str]:
     """Compare the weights with the initial ones, on held-out passages of the text those were trained on, and of the new
     text. Raises CheckpointError if the initial weights or their tokens are gone."""
     base = open_checkpoint(str(run.config.init_from))
@@ -280,17 +297,21 @@ def compare_with_start(run: Run, passages: list[Passage]) -> dict[str, str]:
     known = find_in_training(then, new)
     parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
     before, tokenizer = load_checkpoint(base, run.model.device.type, torch.float32)
-    facts, change = {}, {}
+    facts: dict[str, str] = {}
+    change: dict[str, Difference] = {}
     for name, chosen in parts.items():
         if not chosen:
             if not run.config.companion:
                 facts[name] = "no passage is held out from both runs"
             continue
-        log.info(f"Scoring    {len(chosen)} held-out passages of the {name.lower()}, with new and initial weights ...")
-        pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
+        count = plural(len(chosen), "held-out passage")
+        log.info(f"Scoring    {count} of the {name.lower()}, with new and initial weights ...")
+        until = deadline if change else (time.monotonic() + deadline) / 2  # each text gets half of the time
+        pair = score_pair((run.model, before), tokenizer, chosen, until)
         change[name] = compare_scores(*pair)
         after, was = (add_scores(scores).bits_per_byte for scores in pair)
-        facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on {len(chosen)} held-out passages"
+        scored = plural(len(pair[0]), "held-out passage")
+        facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on all tokens of {scored}"
     if len(change) == 2:
         facts["Learned"] = describe_learning(change["Old text"], change["New text"])
     return facts
@@ -300,5 +321,5 @@ def describe_learning(old: Difference, new: Difference) -> str:
     """Describe two differences (after minus before, bits per byte) in a sentence."""
     gain = "learned the new text" if new.is_clear and new.mean < 0 else "learned little of the new text"
     if old.mean > max(NOTICEABLE_BITS, old.error):
-        return f"it {gain} and forgot some of the old; with more --minutes both are read again"
+        return f"it {gain} and forgot some of the old"
     return f"it {gain} and {'also improved on the old' if old.is_clear and old.mean < 0 else 'kept the old'}"

@@ -20,7 +20,7 @@ from tokenization.scripts import choose_word_form
 from tokenization.settings import HUB, Settings
 from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.config import REPOSITORY, Config
+from training.config import BUILTIN_CONVERSATIONS, REPOSITORY, Config
 
 CJK = re.compile("[\u3000-\ud7ff]")
 CJK_LETTERS = 1.75  # English letters per Chinese, Japanese or Korean character of the same text
@@ -110,9 +110,6 @@ def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndar
     return np.where(keys[at] == wanted, values[at], 0)
 
 
-BUILTIN_CONVERSATIONS = (
-    "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
-)
 EXAMPLES_DIR = REPOSITORY / "examples"
 MAX_LISTED_FILES = 3
 MIN_TEXT_BYTES = 2_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import torch
 from common.errors import is_out_of_memory
 from common.graphs import GraphRecorder
 from common.machine import pick_device
+from common.script import count_cores
 from model import TransformerLanguageModel
 from training.compilation import compile_model
 from training.config import Config
@@ -109,7 +109,7 @@ class Machine:
 
     def tokenizing_seconds(self, text_bytes: float) -> float:
         """Return the expected seconds to learn a vocabulary and tokenize a text."""
-        return text_bytes / TOKENIZING_BYTES_PER_SECOND / (os.cpu_count() or 1)
+        return text_bytes / TOKENIZING_BYTES_PER_SECOND / count_cores()
 
     def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> StepTimes:
         """Time uncompiled steps of `tokens` in one pass, for about `seconds`. Fewer tokens than a sequence are timed

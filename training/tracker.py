@@ -33,6 +33,7 @@ class Tracker:
     def __init__(self, config: Config, run_dir: Path, run_id: str, step: int) -> None:
         self.name = config.tracker
         self.module: Any = None
+        self.logged_step = -1  # the last step that Trackio has from a killed session; the others rewind by themselves
         if not self.name:
             return
         with self.warning():
@@ -42,10 +43,14 @@ class Tracker:
             module = TensorBoard(run_dir, step) if self.name == "tensorboard" else importlib.import_module(self.name)
             module.init(**options)
             self.module = module
+            if self.name == "trackio":
+                with contextlib.suppress(Exception):  # another version's storage
+                    self.logged_step = self.module.SQLiteStorage.get_max_step_for_run(PROJECT, name) or -1
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row of metrics.jsonl."""
-        if self.module:
+        is_logged = row["step"] < self.logged_step or (row["step"] == self.logged_step and "train_loss" in row)
+        if self.module and not is_logged:
             with self.warning():
                 # An evaluation's row repeats the numbers of its step.
                 new = {key: row[key] for key in row if key != "step" and ("train_loss" in row or key[:4] == "val_")}

@@ -112,7 +112,8 @@ def test_the_loss_is_the_models_own(checkpoint, rows):
 def test_the_table_has_a_row_for_each_file_and_all(checkpoint, run, rows):
     code, out, err = run("--score", "one.txt", "two.txt", "--stride", 8)
     assert (code, err) == (0, "")
-    first, blank, head, _, *lines, _, meaning = out.splitlines()
+    begins, first, blank, head, _, *lines, _, meaning = out.splitlines()
+    assert begins == "Scoring    one.txt, two.txt ..."
     assert " bits per byte: " in meaning
     assert first == f"{checkpoint}: fp32, windows of {CONTEXT} tokens, stride 8" and not blank
     assert columns(head) == ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]

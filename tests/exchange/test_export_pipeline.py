@@ -46,6 +46,22 @@ def test_text_has_a_length_alone_and_in_a_batch(options: dict, tokenizer: Tokeni
 
 
 @FORMS
+def test_a_padded_batch_is_continued_as_each_prompt_alone(options: dict, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = exported(tmp_path, bpe(), **options)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+
+    def continued(prompts: list[str]) -> list[str]:
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        ids = model.generate(**batch, do_sample=False, max_new_tokens=8)
+        return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :])
+
+    prompts = ["the cat sat", "a"]
+    assert continued(prompts) == [text for prompt in prompts for text in continued([prompt])]
+
+
+@FORMS
 def test_an_unknown_character_has_a_token_and_the_model_has_its_rows(options: dict, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -215,8 +215,8 @@ def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None
 
 def test_suggested_commands(bpe: BPETokenizer) -> None:
     config, path = ModelConfig(65, max_seq_len=256), Path("runs/My Model!.gguf")
-    command = gguf_export.llama_command(path, config)
-    assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
+    command = gguf_export.llama_command(path, config, "Once upon")
+    assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon'"
     assert gguf_export.build_modelfile(path, config, bpe).splitlines() == [
         "FROM ./My Model!.gguf",
         "PARAMETER num_ctx 256",
@@ -229,6 +229,6 @@ def test_suggested_commands(bpe: BPETokenizer) -> None:
     ]
     chats = gguf_export.build_modelfile(path, config, bpe, ChatTemplate())
     assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
-    commands = gguf_export.ollama_commands(path, ChatTemplate())
+    commands = gguf_export.ollama_commands(path, "Who is it?")
     assert commands.startswith("ollama create my-model -f runs/Modelfile\n")
-    assert commands.endswith('\nollama run my-model "What is the capital of France?"')
+    assert commands.endswith("\nollama run my-model 'Who is it?'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,8 +108,18 @@ def test_two_clients_at_once_and_one_that_does_not_read(letters: Server, models:
             assert list(answers) == [expected(models / "letters", prompt, 30) for prompt in prompts]
 
 
+def test_requests_that_are_never_completed_hold_up_nobody(letters: Server, models: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for half in (b"POST /v1/completions HTTP/1.1\r\nHost: 127", b"POST / HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"):
+            for _ in range(40):
+                stack.enter_context(socket.create_connection(("127.0.0.1", letters.port))).sendall(half)
+        client = letters.client().with_options(timeout=15, max_retries=0)
+        answer = client.completions.create(model="letters", prompt="the cat", **GREEDY)
+    assert answer.choices[0].text == expected(models / "letters", "the cat", 30)
+
+
 def test_suggested_commands_work(talker: Server) -> None:
-    assert talker.port and talker.printed.startswith("Model      talker, from ")
+    assert talker.port and "\nModel      talker, from " in talker.printed
     (command,) = re.findall(r"^Try +(curl .*)", talker.printed, flags=re.MULTILINE)
     if shutil.which("curl"):
         answer = subprocess.run(["sh", "-c", f"{command} -s"], capture_output=True, check=True).stdout

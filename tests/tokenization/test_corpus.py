@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from tokenization import corpus
-from tokenization.corpus import find_sources, read_blocks
+from tokenization.corpus import find_sources, read_blocks, require_existing
 from tokenization.documents import PIECE_CHARACTERS, find_cut, read_pieces, split_documents
 from tokenization.extract import make_readable
 from tokenization.settings import Settings
@@ -265,3 +265,27 @@ def test_memory_does_not_grow_with_the_document(unit: str) -> None:
 
     small, large = (peak(split_documents(blocks(count), SEPARATOR)) for count in (8, 64))
     assert large < 1.2 * small + 1e6
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(pipe: Path) -> None:
+    (pipe.parent / "text.txt").write_text("abc")
+    (source,) = find_sources([str(pipe.parent / "text.txt")])
+    pipe.replace(source.path)
+    with pytest.raises(DataError, match="is not a regular file"):
+        list(read_blocks(source))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/kmsg"), reason="Linux")
+def test_a_file_of_the_kernel_is_not_waited_for(tmp_path: Path) -> None:
+    """It is a regular file, and reading it blocks at its end."""
+    (tmp_path / "link.txt").symlink_to("/proc/kmsg")
+    (source,) = find_sources([str(tmp_path)])
+    assert all(list(read_blocks(source)))
+
+
+def test_a_missing_input_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[2020] notes").mkdir()
+    require_existing(["[2020] notes", "*.txt", "hf://datasets/a/b"])
+    with pytest.raises(DataError, match="No such file or folder: missing"):
+        require_existing(["missing.txt"])

@@ -363,6 +363,7 @@ def test_any_failure_to_read_a_file_is_its_reason(tmp_path: Path, monkeypatch: p
             isolated.seconds = 1.0 if work is sleep else 60.0
             with pytest.raises(UnreadableError, match=reason):
                 isolated.call(work, source, settings, lambda: waited.append(1))
+            isolated.seconds = 60.0
             assert isolated.call(list_files, source, settings, lambda: None) == [source]
     assert waited
 

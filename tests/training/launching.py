@@ -38,7 +38,7 @@ def free_port() -> int:
 def places(count: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun sets for each process."""
     of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    of_all |= {"LOCAL_WORLD_SIZE": str(count)}
+    of_all |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "none"}
     return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

@@ -20,6 +20,7 @@ from tests.forked import Forked
 from tests.helpers import WORDS, run_script
 from tests.training.pretended import MACHINES, Pretended, text_of
 from tests.training.test_growth import OTHER_WORDS, write_book
+from training import fit
 from training.companion import OwnForecast, forecast_own, own_minutes
 from training.config import parse_config
 from training.dial import Dial
@@ -101,6 +102,20 @@ def test_the_same_command_again_finds_both_finished_however_the_path_is_written(
     out = train("--companion", path.format(original[0]))
     assert "This run is finished" in out and "has changed since" not in out
     assert (steps_in(BASE), steps_in(OWN)) == before and sorted(os.listdir("runs")) == ["base_books", "mine"]
+
+
+def test_a_stop_while_the_base_is_summarized_ends_the_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree("runs")
+    shutil.rmtree("drive")
+    original = fit.summarize
+
+    def summarize(*given: Any) -> None:
+        original(*given)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(fit, "summarize", summarize)
+    assert run_script(train_colab_mmap.main, *COMMAND).code == 130
+    assert (BASE / "summary.md").is_file() and not OWN.exists()
 
 
 def test_a_base_serves_another_text_too(home: Path) -> None:

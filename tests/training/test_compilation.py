@@ -48,7 +48,7 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
         return compiled
 
     monkeypatch.setattr(torch, "compile", lazy)
-    assert compile_model(model, COMPILING, example()) == (model, "no compiler found")
+    assert compile_model(model, COMPILING, example()) == (model, "torch.compile failed (no compiler found)")
     printed = capsys.readouterr().out
     assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
     assert "long tail" not in printed and "--compile off" in printed
@@ -159,3 +159,17 @@ def test_blocks_share_one_compiled_function(form: dict) -> None:
             results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
         torch.testing.assert_close(*results)
     assert graphs == [6, 6]  # embeddings, a block and the loss, to train and to evaluate
+
+
+def test_a_cache_folder_that_is_gone_means_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TORCHINDUCTOR_CACHE_DIR on a disk that was unmounted."""
+
+    def gone() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/mnt/cache")
+
+    model = TransformerLanguageModel(SHAPE)
+    monkeypatch.setattr(torch.compiler, "reset", gone)
+    assert compile_model(model, COMPILING, example())[0] is model
+    assert "/mnt/cache" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from common.errors import ConfigError
 from common.machine import available_ram, bf16_flag, exact_device, has_kernels, pick_device
 from common.output import say_once
+from common.script import count_cores
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU, hardware_of
@@ -90,6 +92,21 @@ def test_a_gpu_compiles_and_a_cpu_where_the_run_repays_it(
     config = Config(**values)
     chosen, reason, _ = choose_compile(config, config, units)
     assert chosen is compiles and said in reason
+
+
+def test_few_epochs_of_a_short_text_are_not_worth_compiling_for() -> None:
+    config = Config(position="rope", epochs=3)
+    assert not choose_compile(config, config, PLAIN, steps=3)[0]
+    assert choose_compile(config, config, PLAIN, steps=100_000)[0]
+
+
+def test_the_cpu_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, read = count_cores(), Path.read_text
+    for quota, expected in (("50000 100000\n", 1), ("max 100000\n", cores), ("no number", cores)):
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, *a, q=quota, **k: q if path.name == "cpu.max" else read(path, *a, **k)
+        )
+        assert count_cores() == expected
 
 
 def test_what_compiling_takes_follows_what_other_programs_leave_of_a_cpu() -> None:

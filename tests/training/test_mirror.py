@@ -216,6 +216,17 @@ def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(t
     assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
 
 
+def test_copies_of_a_run_in_the_same_folder_are_told_from_this_ones(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(Path("run"), checkpoint_dir="drive", seed=1).code == 0
+    shutil.rmtree("run")
+    assert train(Path("run"), seed=2).code == 0
+    result = train(Path("run"), checkpoint_dir="drive", seed=2)
+    assert result.code == 4 and "copies of another run (also in run, but begun at another time" in result.err
+
+
 def test_a_run_is_known_by_its_output_dir_in_any_working_directory(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

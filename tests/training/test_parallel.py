@@ -373,3 +373,17 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     advice = pytest.raises(MemoryExhausted, match="Add --micro_batch_size 4 to the same command")
     with advice, memory_advice(config, shape, hardware, lambda: 8):
         raise MemoryError
+
+
+def test_leftover_variables_of_a_launcher_are_named_soon(train_flags: Callable, tmp_path: Path) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    process = Forked(train_flags(tmp_path / "run"), environment=place | {"MASTER_PORT": str(free_port())})
+    assert "unset RANK WORLD_SIZE" in process.stderr.readline()
+    process.kill()
+
+
+def test_empty_variables_of_a_launcher_do_not_count(train_flags: Callable, tmp_path: Path) -> None:
+    empty = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}
+    process = Forked(train_flags(tmp_path / "run", max_steps=2), environment=empty)
+    _, err = process.communicate()
+    assert process.returncode == 0, err

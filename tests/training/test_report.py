@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch
 
 from common.output import cell, table_row
 from model import TransformerLanguageModel
-from tests.helpers import columns, hardware_of
+from tests.helpers import ROOT, columns, hardware_of
 from training import report as report_module
 from training.clock import Clock
 from training.config import Config, Forecast, parse_config
@@ -216,7 +219,17 @@ def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
-    out = train(tmp_path / "busy", log_interval=5).out
+    out = train(tmp_path / "busy", log_interval=5, threads=2).out
     assert out.count("Other programs leave") == 1 and "--threads 1" in out
+    out = train(tmp_path / "one", log_interval=5, threads=1).out
+    assert out.count("Other programs leave") == 1 and "--threads 1" not in out
     monkeypatch.setattr(time, "thread_time", time.perf_counter)
     assert "Other programs" not in train(tmp_path / "quiet", log_interval=5).out
+
+
+def test_the_curve_is_drawn_whatever_backend_the_environment_names(tmp_path: Path) -> None:
+    """Colab's !python cells inherit the notebook's, which this environment may lack."""
+    code = "import pathlib, sys; from training.records import draw_curve; draw_curve([], pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "MPLBACKEND": "module://a_package_that_is_missing.backend"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.png")], env=environment, cwd=ROOT, check=True)
+    assert (tmp_path / "x.png").is_file()

@@ -395,7 +395,7 @@ def test_a_dry_run_finds_what_would_keep_the_run_from_continuing(dry_run: str, t
 def test_a_reader_that_ends_does_not_end_the_training(train_flags: Callable, unbroken: Path, tmp_path: Path) -> None:
     """`| head`, or `| tee log` when Ctrl-C reaches tee first."""
     process = Forked(train_flags(tmp_path / "run"))
-    assert process.stdout.readline().startswith("Device")
+    assert process.stdout.readline().startswith("Run ")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(30) == 0
@@ -479,6 +479,17 @@ def test_resume_never_keeps_every_old_run_aside(train: Callable, copy_of: Path) 
         assert len(aside) == already
         assert str(max(aside, key=lambda path: path.stat().st_mtime_ns)).rsplit(".")[0] in result.out
     assert before in [snapshot(path) for path in aside]
+
+
+def test_resume_never_of_a_linked_folder_moves_the_folder_and_leaves_the_link(train: Callable, copy_of: Path) -> None:
+    disk, link = copy_of.parent / "disk" / "run", copy_of.parent / "link"
+    disk.parent.mkdir()
+    copy_of.rename(disk)
+    link.symlink_to(disk)
+    result = train(link, resume="never")
+    (aside,) = disk.parent.glob("run.*")
+    assert result.code == 0 and f"Renamed the old run: {disk} is now {aside}." in result.out
+    assert link.is_symlink() and steps_of(disk) == steps_of(aside) != []
 
 
 def test_resume_never_also_keeps_the_mirror_aside(train: Callable, tmp_path: Path) -> None:

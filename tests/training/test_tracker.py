@@ -65,6 +65,8 @@ def test_in_trackio_a_killed_run_is_one_run(
         logged = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
         ((config,),) = database.execute("SELECT config FROM configs").fetchall()
     assert len({name for name, _, _ in logged}) == 1 and json.loads(config)["max_steps"] == 24
+    trained = [step for _, step, values in logged if b"train_loss" in values]
+    assert trained == sorted(set(trained)), "a step that is taken again is shown once"
     losses = {step: json.loads(values)["train_loss"] for _, step, values in logged if b"train_loss" in values}
     assert losses == {row["step"]: pytest.approx(row["train_loss"], rel=1e-5) for row in read_metrics(run)}
     assert any(b'"the cat"' in values for _, _, values in logged), "answers"
