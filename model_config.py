@@ -74,6 +74,23 @@ class ModelConfig:
 
     def contradictions(self) -> list[str]:
         """List contradictions between values. Fields whose defaults depend on others may be None."""
+        problems = self.head_contradictions()
+        if self.zero_init and self.tie_embeddings:
+            problems.append(
+                "zero_init would set the token embedding to zero, because tie_embeddings shares it with the head"
+            )
+        if len(self.rope_scaling) not in (0, 4):
+            problems.append(f"rope_scaling is {self.rope_scaling!r:.100}; four numbers above 0 are needed, or none")
+        elif self.rope_scaling and self.position != "rope":
+            problems.append("rope_scaling applies only with position 'rope'")
+        elif self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
+            problems.append(f"rope_scaling is {self.rope_scaling}; the second number must be below the third")
+        if self.norm_gain and self.norm != "rmsnorm":
+            problems.append("norm_gain applies only with norm 'rmsnorm'; LayerNorm always has a gain")
+        return problems
+
+    def head_contradictions(self) -> list[str]:
+        """List contradictions between the width and the heads."""
         problems = []
         heads, head_dim = self.num_heads, self.head_dim or self.embed_dim // self.num_heads
         if not self.head_dim and self.embed_dim % heads:
@@ -86,20 +103,8 @@ class ModelConfig:
             )
         if heads % (self.num_kv_heads or heads):
             problems.append(f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {heads}")
-        if self.zero_init and self.tie_embeddings:
-            problems.append(
-                "zero_init would set the token embedding to zero, because tie_embeddings shares it with the head"
-            )
         if self.position == "rope" and head_dim % 2:
             problems.append(f"head_dim is {head_dim}; position 'rope' needs an even number")
-        if len(self.rope_scaling) not in (0, 4):
-            problems.append(f"rope_scaling is {self.rope_scaling!r:.100}; four numbers above 0 are needed, or none")
-        elif self.rope_scaling and self.position != "rope":
-            problems.append("rope_scaling applies only with position 'rope'")
-        elif self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
-            problems.append(f"rope_scaling is {self.rope_scaling}; the second number must be below the third")
-        if self.norm_gain and self.norm != "rmsnorm":
-            problems.append("norm_gain applies only with norm 'rmsnorm'; LayerNorm always has a gain")
         return problems
 
     @property

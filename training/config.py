@@ -267,6 +267,11 @@ class Config(ModelConfig, DataKeys):
     def fill_in(self) -> None:
         """Do nothing: `shape` fills in what was not given."""
 
+    def head_contradictions(self) -> list[str]:
+        """List contradictions between width and heads, unless the dial will choose one of them."""
+        are_given = self.is_explicit("embed_dim") and self.is_explicit("num_heads")
+        return super().head_contradictions() if are_given or not self.needs_dial else []
+
     def shape(self, vocab_size: int) -> ModelConfig:
         return ModelConfig(**{key: getattr(self, key) for key in fields_of(ModelConfig)} | {"vocab_size": vocab_size})
 

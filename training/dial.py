@@ -117,6 +117,17 @@ def choose_continuation(argv: Sequence[str] | None, config: Config, growth: Grow
     return dial.choose_config()
 
 
+def choose_heads(requested: Config, embed_dim: int) -> dict[str, int]:
+    """Return width and heads near the ladder's `embed_dim` that fit each other; flags win."""
+    if requested.is_explicit("embed_dim"):
+        embed_dim = requested.embed_dim
+    elif requested.is_explicit("num_heads"):
+        unit = 2 * requested.num_heads  # rotary positions need an even number per head
+        embed_dim = unit * max(1, round(embed_dim / unit))
+    heads = next(count for count in range(max(1, embed_dim // HEAD_WIDTH), 0, -1) if embed_dim % count == 0)
+    return {"embed_dim": embed_dim, "num_heads": heads}
+
+
 class Choice(NamedTuple):
     """The planned run of one candidate, and its forecast."""
 
@@ -452,9 +463,8 @@ class Dial:
         return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
     def build_settings(self, shape: Shape) -> dict[str, Any]:
-        width = self.requested.embed_dim if self.requested.is_explicit("embed_dim") else shape.embed_dim
-        heads = next(count for count in range(max(1, width // HEAD_WIDTH), 0, -1) if width % count == 0)
-        keys = self.keys | shape._asdict() | {"num_heads": heads}
+        keys = self.keys | shape._asdict() | choose_heads(self.requested, shape.embed_dim)
+        keys["zero_init"] = keys.get("zero_init", False) and not self.requested.tie_embeddings
         keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
         if self.requested.input and self.requested.tokenizer == "bpe":
             keys["vocab_size"] = self.text.vocab_size
@@ -506,7 +516,7 @@ class Dial:
 
     def print_choice(self, choice: Choice, dropout: float) -> None:
         """Print the text, the choice, the forecast, and the forecasts for half and twice the minutes."""
-        shape, text, minutes = choice.shape, self.text, self.requested.minutes
+        shape, model, text, minutes = choice.shape, choice.candidate.config, self.text, self.requested.minutes
         why = f"the lowest forecast loss of {len(self.shapes)} sizes on this machine"
         if len(self.shapes) == 1:
             why = "the size of these weights" if self.requested.init_from else "the only size these flags allow here"
@@ -539,7 +549,7 @@ class Dial:
             f"Text       {text.name}: {size} of {'conversations' if text.is_chat else 'text'} in "
             f"{plural(text.files, 'file')}, about {text.tokens:,.0f} tokens of a vocabulary of "
             f"{text.vocab_size:,}\n"
-            f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
+            f"Choice     {model.num_layers} layers x {model.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{notes}"
             f"Expected   {choice.loss:.2f} bits per byte{f' on {text.name}' if self.own_text else ''} "
             f"({max(0.0, choice.loss - choice.error):.2f} to {choice.loss + choice.error:.2f}) after "

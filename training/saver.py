@@ -93,8 +93,8 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Save unsaved steps and wait. If an error ends the training, errors of saving are only logged."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # MemoryExhausted comes only from forward and backward passes, so the weights are intact and can be saved,
-        # except with several processes: the others would not join.
+        # MemoryExhausted comes only from forward and backward passes and evaluations, so the weights are intact and can
+        # be saved, except with several processes: the others would not join.
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_unsaved_step()

@@ -1,4 +1,4 @@
-"""The menu: every script in tools/ and benchmarks/ answers --help at once, and says how it is called."""
+"""The menu: every tool, and scripts that start others, answer --help at once and say how they are called."""
 
 from __future__ import annotations
 

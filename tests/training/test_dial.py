@@ -191,6 +191,24 @@ def test_a_width_alone_gets_heads_that_divide_it(book: Path, width: str, heads: 
     assert (config.embed_dim, config.num_heads) == (int(width), heads)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num_heads 6", "--num_heads 5", "--embed_dim 100", "--num_layers 3", "--ff_dim 200", "--max_seq_len 100",
+        "--activation gelu", "--norm layernorm", "--position learned", "--qk_norm false", "--embed_norm false",
+        "--bias true", "--tie_embeddings true", "--zero_init false", "--dropout 0.1", "--optimizer adamw",
+        "--batch_size 3", "--micro_batch_size 3", "--learning_rate 0.1", "--epochs 2",
+    ],
+)  # fmt: skip
+def test_any_single_flag_beside_the_dial_is_kept_and_the_rest_fits_it(
+    book: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dial = pretended_dial(flags(book, *flag.split(), minutes="60"), StepTimes(0.0, 0.0, 1e-4))
+    config, name = dial.choose_config(), flag.split()[0].removeprefix("--")
+    assert str(getattr(config, name)).lower() == flag.split()[1] and config.embed_dim >= 64
+    assert f"{config.num_layers} layers x {config.embed_dim}, context" in capsys.readouterr().out
+
+
 def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.CaptureFixture) -> None:
     vocabulary = TokenMetadata.read(tokenize([str(book)], "tokens", vocab_size=300, quiet=True)).vocab_size
     argv = ["--data_dir", "tokens", "--minutes", "0.2", "--device", "cpu", "--compile", "off"]
