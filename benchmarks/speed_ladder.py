@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -48,8 +47,8 @@ RUNGS = ("plain loop", "vectorized batches", "bf16", "compile", "flash attention
 def materialized_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
     """Causal attention with all scores in memory, as textbooks write it. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
     future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
-    return scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, T)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
 def build_step(techniques: Sequence[str], config: Config, folder: str, device: torch.device) -> Callable[[], object]:
@@ -108,18 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = TimedRun.open([*words, "--data_dir", folder]).step if rung == RUNGS[-1] else None
         take_step = ours or build_step(RUNGS[: RUNGS.index(rung) + 1], config, folder, device)
         take_step()  # compiles
-        wait = torch.cuda.synchronize if device.type == "cuda" else int
-        print(json.dumps({"seconds": time_steps(take_step, wait, flags.seconds)[0]}))
+        seconds, _ = time_steps(take_step, torch.cuda.synchronize if device.type == "cuda" else int, flags.seconds)
+        print(json.dumps({"seconds": seconds}))
         return 0
     rungs = [rung for rung in RUNGS if rung != "bf16" or has_fast_bf16(device)]
-    words += ["--seconds", str(flags.seconds), "--worker"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = str(write_random_tokens(Path(scratch) / "tokens", TOKENS, config.vocab_size))
-        commands = {rung: [sys.executable, __file__, *words, rung, folder] for rung in rungs}
+        words = [sys.executable, __file__, *words, "--seconds", str(flags.seconds), "--worker"]
+        commands = {rung: [*words, rung, folder] for rung in rungs}
         measured, _ = measure_in_turn(commands, flags.rounds)
     spreads = {rung: Spread.from_rows(runs, "seconds") for rung, runs in measured.items()}
-    first = spreads[RUNGS[0]].median
-    rows = [[rung, spread.format(), f"{first / spread.median:.2f}x"] for rung, spread in spreads.items()]
+    rows = [[rung, each.format(), f"{spreads[RUNGS[0]].median / each.median:.2f}x"] for rung, each in spreads.items()]
     title = f"{config.name}, {config.sequences_per_step} x {config.max_seq_len} tokens a step, {machine['device']}"
     body = markdown_table(["each with those above", "s a step (lowest to highest)", "speed-up"], rows)
     stem = Path(flags.output_dir) / f"speed_ladder-{machine_slug(machine)}"

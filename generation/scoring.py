@@ -193,6 +193,7 @@ MEANINGS = (
     (8.0, "nothing learned about texts like this"),
     (math.inf, "worse than chance: a text of another kind or language, or other weights"),
 )
+MIN_JUDGED_BYTES = 100
 MAX_CJK_SHARE = 0.1  # the meanings do not hold above this share of characters
 
 
@@ -204,6 +205,8 @@ def describe_score(score: Score) -> str:
     numbers = f"{per_byte} bits per byte" + (f", {per_character} per character" if per_character != per_byte else "")
     if score.cjk > MAX_CJK_SHARE * score.characters:
         return f"{numbers} (how this reads was measured for alphabets only)"
+    if score.bytes < MIN_JUDGED_BYTES:
+        return f"{numbers} (too little text to say how that reads)"
     said = next(words for most, words in MEANINGS if score.bits_per_character < most)
     return f"{numbers}: {said} (docs/reading_losses.md)"
 

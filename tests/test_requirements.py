@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import Specifier
 from packaging.version import Version
 
+import common
 from tests.helpers import ROOT
 
 ASKED = ("requirements.txt", "requirements-dev.txt", "requirements-files.txt", "requirements-extras.txt")
@@ -31,6 +35,17 @@ def test_the_tests_run_with_known_versions_of_everything() -> None:
     named = read("constraints.txt")
     assert set().union(*map(read, ASKED)) == set(named)
     assert all(version.operator == "==" for version in named.values())
+
+
+def test_a_missing_package_is_one_sentence_with_what_to_type() -> None:
+    """As when the environment is not activated. Every script imports `common` first."""
+    assert set(common.PACKAGES) == read("requirements.txt").keys()
+    code = (
+        "import sys; sys.path[:] = [sys.argv[1], *(p for p in sys.path if 'site-packages' not in p)]; import generate"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code, str(ROOT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and "activate" in done.stderr and "pip install -r" in done.stderr
 
 
 def test_the_oldest_are_the_lower_bounds() -> None:

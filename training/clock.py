@@ -68,7 +68,8 @@ class Clock:
         self.run = run
         self.earlier_seconds = run.state.elapsed_seconds
         self.run_started = started - self.earlier_seconds  # the start of one unbroken session
-        self.stood_still = standstill().seconds  # before this session
+        self.standstill = standstill()
+        self.stood_still = self.standstill.seconds  # before this session
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
         self.evaluation_seconds: float | None = None  # the last evaluation
         self.write_seconds: float | None = None  # the last checkpoint folder
@@ -79,7 +80,7 @@ class Clock:
     @property
     def elapsed(self) -> float:
         """Seconds of the run, over all its sessions, without those in which the process stood still."""
-        return time.perf_counter() - self.run_started - (standstill().seconds - self.stood_still)
+        return time.perf_counter() - self.run_started - (self.standstill.seconds - self.stood_still)
 
     @property
     def session_seconds(self) -> float:

@@ -174,7 +174,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
 
 def test_your_own_text(tmp_path: Path, drive: Path) -> None:
     """Another vocabulary and other prompts; a second text is not confused with it."""
-    fields = {"source": "path", "path": "mine.txt", "minutes": 0.1, "use_drive": False}
+    fields = {"source": "path", "path": "mine.txt", "minutes": 1.0, "use_drive": False}
     fields |= {"sample_prompts": " Once | Wie heißt | ", "more_flags": f"{TINY} --compile off", "seconds_to_read": 1}
     machine = Machine(tmp_path / "first", drive, fields)
     for name, seed in (("mine", 0), ("other", 1)):
@@ -182,7 +182,7 @@ def test_your_own_text(tmp_path: Path, drive: Path) -> None:
     with machine.client.setup_kernel(env=machine.environment):
         told = "".join(machine.run(step) for step in range(1, 6))
         assert told.index("Expected") < told.index("Read the forecast above") < told.index("Training   ")
-        assert "--minutes 0.1" in told and "the only size these flags allow" in told
+        assert "--minutes 1.0" in told and "the only size these flags allow" in told
         assert "Wie hei" in shown(machine.steps[4])
         assert "Once upon a time" in machine.run(7)
         machine.steps[2].source = machine.steps[2].source.replace("mine.txt", "other.txt")

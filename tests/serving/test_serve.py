@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -141,6 +142,25 @@ def test_the_file_is_written_once_and_again_when_the_weights_are_newer(tmp_path:
     write_model(tmp_path, CHARACTERS, std=0.3)
     os.utime(tmp_path / "model.safetensors", ns=(before[1] + 10**9,) * 2)
     assert find_or_write_gguf(Checkpoint(tmp_path), "letters").read_bytes() != before[0]
+
+
+def test_a_checkpoint_in_a_read_only_folder_is_written_elsewhere_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "shared", CHARACTERS)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    opened = open
+
+    def read_only(path: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if "w" in mode and str(path).startswith(str(tmp_path / "shared")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, mode, *more, **options)
+
+    monkeypatch.setattr("builtins.open", read_only)
+    file = find_or_write_gguf(Checkpoint(tmp_path / "shared"), "letters")
+    assert file.is_relative_to(tmp_path / "home") and not (tmp_path / "shared" / "model.gguf").exists()
+    written = file.stat().st_mtime_ns
+    assert find_or_write_gguf(Checkpoint(tmp_path / "shared"), "letters").stat().st_mtime_ns == written
 
 
 def test_mistakes_are_reported(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import train_colab_mmap
-from tests.helpers import run_script
+from tests.helpers import WORDS, run_script
 from tests.languages import MARKED
 from tokenizer_bpe import BPETokenizer
-from training.evaluate import trim_partial_characters
+from training.evaluate import SAMPLE_PROMPT_TOKENS, cut_at_word, trim_partial_characters
 from training.records import read_samples
 from training.summary import judge_losses
 
@@ -45,6 +45,15 @@ def test_a_script_of_several_bytes_a_letter(tmp_path: Path) -> None:
     for prompt in prompts:
         assert "\ufffd" not in prompt and unicodedata.category(prompt[0])[0] != "M"
     assert " bits per byte or " in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
+
+
+def test_a_prompt_ends_where_a_word_ends() -> None:
+    text = " ".join(WORDS)
+    tokenizer = BPETokenizer.train([text], 300)
+    ids = tokenizer.encode(text).tolist()
+    for start in range(0, len(ids) - 20, 7):
+        shown = tokenizer.decode(cut_at_word(ids[start : start + SAMPLE_PROMPT_TOKENS + 1], tokenizer))
+        assert shown.split()[-1] in [*WORDS, shown.strip()]
 
 
 @pytest.mark.parametrize("language", MARKED)
