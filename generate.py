@@ -11,12 +11,11 @@ Importable: `load_model`, `generate_text`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.flags import Parser, add_debug
-from common.script import script
+from common.script import end, script
 from generation.settings import FLAGS, Request, Sampling, parse_settings
 
 if TYPE_CHECKING:
@@ -63,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

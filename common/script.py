@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -197,16 +198,15 @@ def safe_output() -> Iterator[None]:
 def end(main: Script) -> NoReturn:
     """Run a script and end the process with its exit code.
 
-    With several processes, skip the interpreter's shutdown: if an error left the process group open, gloo's threads may
-    abort the process there and lose the exit code (pytorch pull request 179291).
+    Skip the interpreter's shutdown, which takes a second or two with torch. With several processes, gloo's threads may
+    even abort the process there and lose the exit code (pytorch pull request 179291).
     """
     try:
         code = main()
     except SystemExit as left:
         code = int(left.code or 0)
-    if world().size > 1:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(code)

@@ -58,7 +58,7 @@ MISSED_SPEED_RATIO = 1.2  # a machine slower or faster by this factor explains a
 BUSY_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
 NOTICEABLE_BITS = 0.01  # bits per byte
-MIN_SAMPLE_SECONDS = 5.0  # for samples, also when --minutes are over
+MIN_SAMPLE_SECONDS = 3.0  # for samples, also when --minutes are over
 MAX_PRINTED_CHARACTERS = 80  # a model that has learned little repeats itself for hundreds
 
 
