@@ -122,7 +122,7 @@ def print_scores(request: Request) -> None:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
     total, header = Score(), render_header()
     for name, source in named:
-        size = None if source.is_compressed else source.size  # the unpacked size is not known yet
+        size = source.text_bytes
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:

@@ -94,8 +94,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                     held_out, note = choose_held_out(read, 1 - options.train_split, total_bytes)
                     if note:
                         log.info(note)
-                    taken = {source.path for source in found}
-                    skipped += list_left_out(options.input, FORMAT_SUFFIXES[options.format], taken)
+                    skipped += list_left_out(options.input, FORMAT_SUFFIXES[options.format])
                     report = DataReport(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and not options.tokenizer_file:

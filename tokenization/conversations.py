@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
-from tokenization.corpus import BLOCK_BYTES, Source, read_blocks, require_unchanged
+from tokenization.corpus import BLOCK_BYTES, Source, UnreadableError, read_beside, read_blocks, require_unchanged
 from tokenization.documents import BadRecord, OnBad, find_text_key, normalize_text, read_records, read_text, skip_space
 
 CHAT_SUFFIXES = (".jsonl", ".json")
@@ -84,10 +86,17 @@ def are_conversations(source: Source, text_key: str) -> bool:
             continue
         if isinstance(record, dict) and text_key in record:
             return False
-        with contextlib.suppress(ValueError):
-            return bool(extract_messages(record))
+        if is_conversation(record, text_key):
+            return True
         at = skip_space(text, at)
         at = skip_space(text, at + (text[at : at + 1] == ","))
+    return False
+
+
+def is_conversation(record: Any, text_key: str) -> bool:
+    """Return whether a record is a conversation without a text of its own."""
+    with contextlib.suppress(ValueError):
+        return bool(extract_messages(record)) and text_key not in record
     return False
 
 
@@ -126,6 +135,34 @@ def extract_chats(record: dict[str, Any]) -> list[str]:
         if lines := [f"{name}: {text}" for name, text in said if name and text]:
             return ["\n".join(lines)]
     return []
+
+
+def is_of_slack(record: Any) -> bool:
+    return isinstance(record, dict) and {"ts", "text", "type"} <= set(record)
+
+
+def read_slack(messages: Iterable[Any], source: Source) -> str:
+    """Return a day of Slack's export as a chat, one message per line. Raises UnreadableError if the names of the
+    writers are missing."""
+    try:
+        users = json.loads(read_beside(source, "../users.json"))
+        names: dict[str, str] = {each["id"]: each.get("profile", {}).get("real_name") or each["name"] for each in users}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UnreadableError(
+            "a Slack export whose names are missing; give the whole folder, with users.json"
+        ) from None
+    lines = []
+    for each in messages:
+        if (
+            is_of_slack(each)
+            and isinstance(each["text"], str)
+            and each["text"]
+            and not str(each.get("subtype", "")).startswith("channel_")
+        ):
+            text = re.sub(r"<@(\w+)[^>]*>", lambda match: names.get(match[1]) or match[1], each["text"])
+            text = html.unescape(re.sub(r"<(?:[^<>|]*\|)?([^<>|]*)>", r"\1", text))
+            lines.append(f"{names.get(each.get('user'), each.get('username', 'Bot'))}: {normalize_text(text)}")
+    return "\n".join(lines)
 
 
 def read_name(writer: Any) -> str:

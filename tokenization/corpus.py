@@ -4,23 +4,27 @@ is limited."""
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import glob
 import gzip
 import io
 import math
 import os
+import posixpath
+import re
 import shlex
 import stat
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from common.errors import DataError
+from tokenization.kinds import SNIFFED_BYTES, TEXT_SUFFIXES, UNKNOWN_SUFFIX, UNPACK, holds_prose, recognize
 from tokenization.settings import DEFAULT_FOLDER, HUB
 
 try:
@@ -31,41 +35,16 @@ except ImportError:
     except ImportError:
         zstd = None
 
-PLAIN_SUFFIXES = (".txt", ".md", ".jsonl")
-BOOK_SUFFIXES = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml", ".srt", ".vtt")
-MARKUP_SUFFIXES = (".tex", ".ipynb", ".fb2", ".org", ".rst")
-TABLE_SUFFIXES = (".csv", ".tsv", ".parquet", ".arrow", ".json")
-TEXT_SUFFIXES = (
-    *PLAIN_SUFFIXES,
-    *BOOK_SUFFIXES,
-    *MARKUP_SUFFIXES,
-    *TABLE_SUFFIXES,
-    ".zip",
-)
-PACKED_SUFFIXES = (".gz", ".zst")
 BLOCK_BYTES = 1 << 18
 PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
 MAX_UNPACK_RATIO = 200  # unpacked bytes per packed byte: about ten for text, a thousand for a zip bomb
 ALWAYS_ALLOWED_BYTES = 10_000_000  # any file may unpack to this size
-# Unsupported documents, and what to do with them.
-ADVICE = {
-    (".doc", ".wpd", ".wps", ".pages"): "save it as .docx",
-    (".ppt", ".pptx", ".odp", ".key"): "save it as .pdf",
-    (".xls", ".xlsx", ".ods", ".numbers"): "save it as .csv",
-    (".mobi", ".azw", ".azw3", ".lit"): "convert it to .epub",
-    (".djvu", ".ps", ".xps"): "convert it to .pdf",
-    (".zip", ".rar", ".7z", ".tar", ".tgz", ".bz2", ".xz"): "unpack it",
-}
-UNKNOWN_SUFFIX = "not text, by its name"
-SNIFFED_BYTES = 4096
-# First bytes of files that people mistake for text, and what to do with them.
-NOT_TEXT_SIGNATURES = {
-    b"%PDF-": "a PDF. Give it a name that ends in .pdf.",
-    b"PK\x03\x04": "a zip archive (like .docx, .odt and .epub), not text. Save it as plain text (UTF-8) first.",
-    b"\xd0\xcf\x11\xe0": "an Office document, not text. Save it as plain text (UTF-8) first.",
-    b"{\\rtf": "an RTF document, not text. Save it as plain text (UTF-8) first.",
-    b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
-}
+GZIP, ZSTD = b"\x1f\x8b", re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # first bytes
+MAX_WINDOW_LOG = 31  # Reddit's dumps have windows of 2 GB
+# Folders that programs write, with texts that nobody reads.
+FOLDERS_OF_PROGRAMS = ("node_modules", "site-packages", "__pycache__", "build")
+PROGRAMS = "in a folder of programs; name it to read it"
+BOOK_MARK = "META-INF/container.xml"  # a folder with it is an EPUB, as Apple Books keeps them
 ZERO_BYTES_ADVICE = (
     "It contains NUL bytes, which text never does. Save it as plain text (UTF-8) in the program that wrote it."
 )
@@ -85,7 +64,11 @@ class Source:
     member: int | None = None  # index in the zip archive at `path`
     text_bytes: int = 0  # unpacked size; 0 if not known yet
     max_bytes: float = math.inf  # limit on its text, if only a part is wanted
+    kind: str = ""  # suffix of its kind, by its content; "": that of its name
+    refusal: str = ""  # why it cannot be read
     left_out: str = ""  # records left out, and why
+    is_named: bool = True  # by its path or a pattern, not only by a folder
+    signs: str = ""  # that it is not what somebody wrote; see examine.py
     inline_marks: int = 0  # occurrences of <|endoftext|> inside lines
 
     @property
@@ -93,17 +76,8 @@ class Source:
         return self.path.name if self.member is None else self.name
 
     @property
-    def is_compressed(self) -> bool:
-        return self.packing in PACKED_SUFFIXES
-
-    @property
-    def packing(self) -> str:
-        return os.path.splitext(self.file_name)[1].lower()
-
-    @property
     def suffix(self) -> str:
-        """Suffix of the unpacked file."""
-        return os.path.splitext(strip_packing(self.file_name))[1]
+        return self.kind or os.path.splitext(strip_packing(self.file_name))[1]
 
     @property
     def place(self) -> str:
@@ -116,16 +90,57 @@ class Source:
 
     def open(self) -> BinaryIO:
         """Open the file, unpacked."""
+        if self.path.is_dir():
+            return pack_folder(self.path)
         if self.member is None:
-            return self.unpack(open_regular(self.path))
+            return unpack(open_regular(self.path))
         archive = open_archive(self.path, self.modified_ns)
-        return self.unpack(archive.open(archive.infolist()[self.member]))
+        return unpack(archive.open(archive.infolist()[self.member]))
 
-    def unpack(self, file: IO[bytes]) -> BinaryIO:
-        if self.packing == ".zst" and zstd is None:
-            raise UnreadableError("it needs backports.zstd (pip install backports.zstd)")
-        unpack = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(self.packing)
-        return cast(BinaryIO, unpack(file) if unpack else file)
+    def look(self) -> Source:
+        """Return the source with its kind."""
+        kind, refusal = look(self)
+        return replace(self, kind=kind, refusal=refusal)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def look(source: Source) -> tuple[str, str]:
+    """Return kind and refusal of a file by its content."""
+    return recognize(read_beginning(source), strip_packing(source.name))
+
+
+def read_beginning(source: Source) -> bytes:
+    try:
+        with source.open() as file:
+            return file.read(SNIFFED_BYTES) or b""
+    except (DataError, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, *PACKING_ERRORS):
+        return b""  # reading all of it will tell why
+
+
+def unpack(file: IO[bytes]) -> BinaryIO:
+    """Return the content of a file, which may be packed by gzip or zstd."""
+    beginning = file.read(4) or b""
+    if not beginning:  # empty, or one of the kernel's files, which cannot be rewound
+        return cast(BinaryIO, file)
+    file.seek(0)
+    if beginning.startswith(GZIP):
+        return cast(BinaryIO, gzip.open(file))
+    if not ZSTD.match(beginning):
+        return cast(BinaryIO, file)
+    if zstd is None:
+        raise UnreadableError("it needs backports.zstd (pip install backports.zstd)")
+    return cast(BinaryIO, zstd.open(file, options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}))
+
+
+def pack_folder(folder: Path) -> BinaryIO:
+    """Return the files of an EPUB that is a folder as the archive that it would be."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("mimetype", "application/epub+zip")
+        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "mimetype"):
+            archive.write(path, path.relative_to(folder).as_posix())
+    packed.seek(0)
+    return packed
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -135,6 +150,17 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise UnreadableError(f"{path} is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def read_beside(source: Source, name: str) -> bytes:
+    """Return the content of another file, whose path is given from the folder of a source; b"" if it is missing."""
+    with contextlib.suppress(OSError, KeyError):
+        if source.member is None:
+            return (source.path.parent / name).read_bytes()
+        archive = open_archive(source.path, source.modified_ns)
+        folder = posixpath.dirname(archive.infolist()[source.member].filename)
+        return archive.read(posixpath.normpath(posixpath.join(folder, name)))
+    return b""
 
 
 @functools.lru_cache(maxsize=1)
@@ -163,14 +189,16 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = TEXT_SUFFIXE
     """
     found: dict[Path, Source] = {}
     for given in inputs:
-        for path, name in expand(given, suffixes):
-            found.setdefault(path.resolve(), source_at(path, name))
+        for source in expand(given, suffixes):
+            found.setdefault(source.path, source)
     return list(found.values())
 
 
 def source_at(path: Path, name: str, note: str = "") -> Source:
-    status = path.stat()
-    return Source(path.resolve(), name, status.st_size, status.st_mtime_ns, note)
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    found = [each.stat() for each in files]
+    size, modified_ns = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
+    return Source(path.resolve(), name, size, modified_ns, note)
 
 
 def strip_packing(name: str) -> str:
@@ -178,33 +206,50 @@ def strip_packing(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def list_left_out(inputs: Sequence[str], suffixes: tuple[str, ...], taken: Container[Path]) -> list[tuple[str, str]]:
-    """Return the paths in the given folders that are not `taken`, each with the reason."""
-    found: list[tuple[str, str]] = []
-    for given in inputs:
-        folder = Path(given).expanduser()
-
-        def add(path: Path | str, reason: str, folder: Path = folder) -> None:
-            found.append((Path(path).relative_to(folder).as_posix(), reason))
-
-        problems: list[OSError] = []
-        for parent, folders, names in os.walk(folder, onerror=problems.append) if folder.is_dir() else ():
-            folders.sort()
-            for path in sorted(Path(parent, name) for name in names):
-                try:
-                    if not stat.S_ISREG(path.stat().st_mode) or path.resolve() in taken:
-                        continue
-                except OSError as error:
-                    problems.append(error)
+def walk(given: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Source | str]]:
+    """Yield the name of each file below a folder, with its source, or with the reason why it is not read."""
+    top = Path(given).expanduser()
+    problems: list[OSError] = []
+    for parent, folders, names in os.walk(top, onerror=problems.append):
+        below = {name: Path(parent, name).relative_to(top).as_posix() for name in folders + names}
+        for folder in sorted(folders):
+            if is_hidden(folder):
+                found: Source | str = "hidden"
+            elif folder in FOLDERS_OF_PROGRAMS:
+                found = PROGRAMS
+            elif Path(parent, folder, BOOK_MARK).is_file():
+                found = source_at(Path(parent, folder), below[folder]).look()
+            else:
+                continue
+            folders.remove(folder)
+            yield below[folder], found
+        folders.sort()
+        for name in sorted(names):
+            try:
+                if not stat.S_ISREG(Path(parent, name).stat().st_mode):  # reading a pipe may never end
                     continue
-                if is_hidden(path.relative_to(folder).as_posix()):
-                    add(path, "hidden")
-                elif reason := find_obstacle(path.name, suffixes):
-                    is_text = reason == UNKNOWN_SUFFIX and path.suffix and holds_text(path)
-                    add(path, advise_reading(given, path.suffix) if is_text else reason)
-        for problem in problems:
-            add(problem.filename, f"cannot be opened: {problem.strerror}")
-    return found
+                source = source_at(Path(parent, name), below[name])
+            except OSError as error:
+                problems.append(error)
+                continue
+            yield below[name], find_obstacle(source, given, suffixes) or replace(source.look(), is_named=False)
+    for problem in problems:
+        yield Path(problem.filename).relative_to(top).as_posix(), f"cannot be opened: {problem.strerror}"
+
+
+def match(pattern: str) -> Iterator[tuple[str, Source | str]]:
+    """Yield the name of each file that a pattern names, with its source, or with the reason why it is not read."""
+    for path in map(Path, sorted(glob.glob(os.path.expanduser(pattern), recursive=True))):
+        if any(part in FOLDERS_OF_PROGRAMS and part not in pattern for part in path.parts):
+            yield str(path), PROGRAMS
+        elif path.is_file() or (path / BOOK_MARK).is_file():
+            yield path.name, source_at(path, path.name).look()
+
+
+def list_left_out(inputs: Sequence[str], suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (name, reason) of what the folders and patterns hold and is not read."""
+    found = (walk(given, suffixes) if Path(given).expanduser().is_dir() else match(given) for given in inputs)
+    return [(name, reason) for each in found for name, reason in each if isinstance(reason, str)]
 
 
 def is_hidden(name: str) -> bool:
@@ -213,26 +258,22 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
-def holds_text(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            beginning = file.read(SNIFFED_BYTES)
-        text = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last character may be incomplete
-    except (OSError, UnicodeDecodeError):
-        return False
-    return bool(text.strip()) and "\0" not in text
-
-
-def advise_reading(folder: str, suffix: str) -> str:
-    """Return advice on reading files with an unknown suffix as text."""
-    return f"it may be text; read such files with --input {shlex.quote(f'{folder}/**/*{suffix}')}"
-
-
-def find_obstacle(name: str, suffixes: tuple[str, ...]) -> str:
-    """Return why a file of this name is not read; "" if it is."""
-    if strip_packing(name).endswith(suffixes) and not Path(name).name.startswith("~$"):  # Word's lock file
-        return ""
-    return next((advice for known, advice in ADVICE.items() if name.lower().endswith(known)), UNKNOWN_SUFFIX)
+def find_obstacle(source: Source, given: str, suffixes: tuple[str, ...]) -> str:
+    """Return why a file in the folder `given` is not read; "" if it is."""
+    name = Path(source.name).name
+    if is_hidden(source.name):
+        return "hidden"
+    if name.startswith("~$"):  # Word's lock file
+        return UNKNOWN_SUFFIX
+    kind, refusal = look(source)
+    if kind in suffixes or refusal:
+        return refusal
+    if kind == ".zip":
+        return UNPACK
+    if not holds_prose(read_beginning(source)):
+        return UNKNOWN_SUFFIX
+    pattern = f"{glob.escape(given)}/**/{'*' + glob.escape(source.suffix) if source.suffix else glob.escape(name)}"
+    return f"it may be text; read such files with --input {shlex.quote(pattern)}"
 
 
 def require_unchanged(source: Source) -> None:
@@ -242,8 +283,8 @@ def require_unchanged(source: Source) -> None:
         raise DataError(f"{source.place} changed while it was read. Run the same command again once it is complete.")
 
 
-def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """Return (path, name) of each file that an input names."""
+def expand(given: str, suffixes: tuple[str, ...]) -> list[Source]:
+    """Return the files that an input names."""
     if not given:
         raise DataError("An input has an empty name. Name a file or a folder (. is the current folder).")
     if given.startswith(HUB):
@@ -252,27 +293,21 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
             f"--output_dir {DEFAULT_FOLDER}/hub. It prints the command for training."
         )
     path = Path(given).expanduser()
-    if path.is_dir():
-        files = []
-        for folder, folders, names in os.walk(path):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            named = [name for name in names if not find_obstacle(name, suffixes)]
-            visible = [Path(folder, name) for name in named if not name.startswith(".")]
-            files += [path for path in visible if os.path.isfile(path)]  # reading a pipe may never end
-        if not files:
-            endings = f"{', '.join(suffixes)} (also with .gz or .zst)"
-            reasons = Counter(reason for _, reason in list_left_out([given], suffixes, taken=()))
-            there = "".join(f" {count:,} files: {reason}." for reason, count in reasons.most_common(3))
-            raise DataError(f"The folder {given} has no file with a name that ends in {endings}.{there}")
-        return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
-    if path.is_file():
-        return [(path, path.name)]
+    if path.is_dir() and not (path / BOOK_MARK).is_file():
+        there = list(walk(given, suffixes))
+        if sources := [source for _, source in there if isinstance(source, Source)]:
+            return sorted(sources, key=lambda source: source.path)
+        reasons = Counter(reason for _, reason in there if isinstance(reason, str)).most_common(3)
+        described = "".join(f" {count:,} files: {reason}." for reason, count in reasons)
+        endings = f"{', '.join(suffixes)} (also with .gz or .zst)"
+        raise DataError(f"The folder {given} has no file with a name that ends in {endings}.{described}")
+    if path.is_file() or path.is_dir():
+        return [source_at(path, path.name).look()]
     if path.exists():
         raise DataError(f"{given} is not a regular file. Write its text to a file first, because it is read twice.")
     if glob.has_magic(given):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
-        if matches:
-            return [(match, match.name) for match in matches]
+        if matches := [source for _, source in match(given) if isinstance(source, Source)]:
+            return matches
         raise DataError(f"No file matches {given} in {Path.cwd()}.")
     raise missing_error(given)
 
@@ -295,7 +330,7 @@ def read_blocks(source: Source) -> Iterator[bytes]:
         with source.open() as file:
             while block := file.read(BLOCK_BYTES):
                 remaining -= len(block)
-                if remaining < 0 and (source.is_compressed or source.member is not None):
+                if remaining < 0 and source.size:
                     raise UnreadableError(f"it unpacks to more than {MAX_UNPACK_RATIO} times its size, like a zip bomb")
                 yield block
     except DataError:
@@ -305,7 +340,9 @@ def read_blocks(source: Source) -> Iterator[bytes]:
             raise OSError(error.errno, error.strerror, str(source.path)) from None
         if source.member is None and not isinstance(error, PACKING_ERRORS):
             raise
-        kind = {".zst": "zstd", ".gz": "gzip"}.get(source.packing, "zip")
+        if isinstance(error, NotImplementedError):  # a method of packing
+            raise UnreadableError(f"it is packed by a method that is not known ({error}); unpack it") from None
+        kind = "zip" if source.member is not None else "zstd" if source.name.lower().endswith(".zst") else "gzip"
         raise DataError(f"{source.place} is a damaged {kind} file ({error}). Download or pack it again.") from None
 
 
@@ -318,10 +355,7 @@ def read_text_blocks(source: Source) -> Iterator[bytes]:
 
 
 def require_text(source: Source, beginning: bytes) -> None:
-    """Raise DataError if a file begins like another format, with NUL bytes or in UTF-16."""
-    for signature, what in NOT_TEXT_SIGNATURES.items():
-        if beginning.startswith(signature):
-            raise DataError(f"{source.place} is {what}")
+    """Raise DataError if a file begins with NUL bytes or in UTF-16."""
     # In UTF-16, one byte of each space and line break is zero, always at even or always at odd offsets.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -336,6 +370,11 @@ def require_text(source: Source, beginning: bytes) -> None:
     raise NotUTF8Error(message, beginning, encoding if encoding == "UTF-16" else None)
 
 
+def remove_invisible(text: str) -> str:
+    """Remove byte order marks, which concatenated files have inside, and marks of places to divide a word."""
+    return text.replace("\ufeff", "").replace("\u00ad", "").replace("\u200b", "")
+
+
 def decode_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
     """Yield the text of a file, with "\\n" for every line break. Raises NotUTF8Error."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
@@ -348,7 +387,7 @@ def decode_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[st
             raise build_not_utf8_error(source, position - waiting + error.start, error) from None
         position += len(block)
         on_read(len(block))
-        yield text.replace("\ufeff", "")  # concatenated files have byte order marks inside
+        yield remove_invisible(text)
     try:
         yield decoder.decode(b"", final=True)  # a final \r
     except UnicodeDecodeError as error:
@@ -356,8 +395,7 @@ def decode_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[st
 
 
 def build_not_utf8_error(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
-    where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
-    found = f"{source.place} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x})."
+    found = f"{source.place} is not UTF-8 text: {error.reason} at byte {position} (0x{error.object[error.start]:02x})."
     if 0 in error.object:
         return DataError(f"{found} {ZERO_BYTES_ADVICE}")
     return NotUTF8Error(found, error.object)

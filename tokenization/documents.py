@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from common.errors import DataError
 from common.output import byte_size
-from tokenization.corpus import Source, UnreadableError, decode_blocks, read_blocks, read_text_blocks, require_unchanged
+from tokenization.corpus import (
+    Source,
+    UnreadableError,
+    decode_blocks,
+    read_blocks,
+    read_text_blocks,
+    remove_invisible,
+    require_unchanged,
+)
 from tokenization.settings import DOCUMENT_SEPARATOR, Settings
 from tokenizer_base import joining_character_class, replace_surrogates
 
@@ -181,8 +189,8 @@ def read_jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], No
 
 
 def normalize_text(text: str) -> str:
-    """Return valid Unicode with "\\n" for every line break, without byte order marks."""
-    return replace_surrogates(text).replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
+    """Return valid Unicode with "\\n" for every line break, without invisible characters."""
+    return remove_invisible(replace_surrogates(text).replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def read_records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) -> Iterator[Record]:
@@ -200,8 +208,8 @@ def read_records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) 
 
 
 def is_spread(beginning: bytes) -> bool:
-    """Return whether a file begins with an object that spans several lines."""
-    return all(is_incomplete(line) for line in beginning.split(b"\n")[:2]) and b"\n" in beginning
+    """Return whether a file begins with an object that spans several lines: no line is an object of its own."""
+    return b"\n" in beginning and all(is_incomplete(line) for line in beginning.split(b"\n") if line[:1] == b"{")
 
 
 def is_incomplete(line: bytes) -> bool:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib.util
-import re
-
-from tokenization.corpus import UnreadableError
+from collections.abc import Iterable
 
 MIN_CONFIDENCE = 0.12  # chardet is rarely above 0.5 for western European encodings
 SAMPLE_BYTES = 1 << 18
-MAX_BROKEN_SHARE = 0.01  # share of the characters
-BROKEN_CHARACTER = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ufffd]")  # control or undecodable
+MAX_ERROR_SHARE = 0.01  # share of the bytes
 
 
 def has_chardet() -> bool:
@@ -37,26 +34,20 @@ def decode(content: bytes, declared: str = "") -> str:
     for encoding in ("utf-8-sig", declared):
         with contextlib.suppress(LookupError, UnicodeError):
             return content.decode(encoding)
-    with contextlib.suppress(LookupError, UnicodeError):
-        return content.decode(guess_encoding(content))
+    if not count_errors([content]):
+        with contextlib.suppress(LookupError, UnicodeError):
+            return content.decode(guess_encoding(content))
     return content.decode(errors="replace")
 
 
-class TextCheck:
-    """Counts the characters of a file that are not text."""
-
-    def __init__(self) -> None:
-        self.characters = self.no_text = 0
-
-    def add(self, text: str) -> str:
-        self.characters += len(text)
-        self.no_text += len(BROKEN_CHARACTER.findall(text))
-        return text
-
-    def require_text(self) -> None:
-        """Raise UnreadableError if too many characters are not text."""
-        if self.no_text > MAX_BROKEN_SHARE * self.characters:
-            share = f"{self.no_text / self.characters:.0%}"
-            raise UnreadableError(
-                f"{share} of its characters are not text: it is damaged, encrypted or in an unknown encoding"
-            )
+def count_errors(blocks: Iterable[bytes]) -> int:
+    """Return how many characters of a text in UTF-8 cannot be decoded; 0 if it is not UTF-8, or if there are none."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    size = errors = others = 0  # bytes; undecodable and other characters that are not ASCII
+    for block in blocks:
+        text = decoder.decode(block)
+        broken = text.count("\ufffd")
+        size, errors = size + len(block), errors + broken
+        others += len(text) - len(text.encode("ascii", "ignore")) - broken
+    errors += bool(decoder.decode(b"", final=True))
+    return errors if errors < MAX_ERROR_SHARE * size and errors < others else 0

@@ -8,49 +8,59 @@ import codecs
 import contextlib
 import hashlib
 import importlib.util
+import io
+import itertools
 import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO, Literal, NamedTuple
 
 from common.chat import ChatTemplate
 from common.errors import DataError, is_full_disk
-from common.files import atomic_write
-from common.output import LOG_INTERVAL_SECONDS, log, printable, progress_bar
+from common.files import atomic_write, read_json, write_json
+from common.output import LOG_INTERVAL_SECONDS, log, plural, printable, progress_bar
 from tokenization import conversations
-from tokenization.conversations import are_conversations, extract_texts, read_conversations
+from tokenization.conversations import (
+    are_conversations,
+    extract_texts,
+    is_conversation,
+    is_of_slack,
+    read_conversations,
+    read_slack,
+)
 from tokenization.corpus import (
-    PLAIN_SUFFIXES,
-    TEXT_SUFFIXES,
     NotUTF8Error,
     Source,
     UnreadableError,
     decode_blocks,
     find_obstacle,
     find_sources,
-    is_hidden,
     read_blocks,
     source_at,
 )
 from tokenization.documents import BadRecord, Tally, find_text_key, read_records, read_text
-from tokenization.encodings import TextCheck, guess_encoding, has_chardet
+from tokenization.encodings import count_errors, guess_encoding, has_chardet
+from tokenization.examine import Examination, Finding, read_findings
 from tokenization.isolation import IsolatedReader, Work
+from tokenization.kinds import PLAIN_SUFFIXES, TEXT_SUFFIXES
 from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, HUB, Settings
 from tokenization.sources.archives import list_members
 from tokenization.sources.hub import HubSource, find_hub_sources, hub_errors
 from tokenization.sources.mail import read_eml, read_mbox
 from tokenization.sources.markup import read_epub, read_html
-from tokenization.sources.pandoc import FORMATS, build_reader
+from tokenization.sources.pandoc import FORMATS, build_reader, find_macros
 from tokenization.sources.pdf import read_pdf
 from tokenization.sources.plain import choose_cleaner, read_subtitles
 from tokenization.sources.tables import Row, read_arrow, read_csv, read_parquet
 
-READERS_VERSION = 2  # raise it when readers change, so that older extracted files are not used
+READERS_VERSION = 3  # raise it when readers change, so that older extracted files are not used
 CLEANER_SAMPLE_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
 MAX_CLEANED_BYTES = 50_000_000  # a longer text stays as it is
+MAX_JUDGED_ROWS, MAX_JUDGED_LETTERS = 1000, 10_000_000  # at the beginning of a table, where its text is looked for
 MAX_DOCUMENT_CHARACTERS = 5_000_000  # a longer document is split
 SEPARATOR_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
 STREAMED_SUFFIXES = (".parquet", ".arrow")  # read in parts on the hub; other files are copied first
@@ -72,7 +82,12 @@ class FileFormat(NamedTuple):
 def read_json_documents(source: Source, text_key: str) -> Iterator[str | BadRecord]:
     """Yield the texts of a JSON file, including those of conversations."""
     bad: list[BadRecord] = []
-    for record in read_records(source, bad.append, lambda count: None):
+    records = read_records(source, bad.append, lambda count: None)
+    first = next(records, None)
+    if first and is_of_slack(first.value):
+        yield read_slack((record.value for record in (first, *records)), source)
+        return
+    for record in itertools.chain([first] if first else [], records):
         try:
             yield from extract_texts(record.value, text_key)
         except ValueError as problem:
@@ -114,8 +129,27 @@ def find_files(settings: Settings) -> list[Source]:
 
 def detect_format(sources: Sequence[Source], text_key: str = Settings.text_key) -> Literal["text", "chat"]:
     """Return "chat" if all files hold conversations, else "text"."""
-    is_chat = all(not isinstance(source, HubSource) and are_conversations(source, text_key) for source in sources)
-    return "chat" if is_chat else "text"
+    settings = Settings(input=("",), text_key=text_key)
+    with IsolatedReader() as isolated:
+        for source in sources:
+            if isinstance(source, HubSource):
+                return "text"
+            if source.suffix not in STREAMED_SUFFIXES:
+                is_chat = are_conversations(source, text_key)
+            else:
+                try:
+                    is_chat = bool(isolated.call(find_chat_table, source, settings, lambda: None))
+                except UnreadableError:
+                    is_chat = False
+            if not is_chat:
+                return "text"
+    return "chat"
+
+
+def find_chat_table(source: Source, settings: Settings) -> list[Source]:
+    """Return a table if its first row is a conversation, else []."""
+    row = next(read_documents(source, KINDS[source.suffix], settings), None)
+    return [source] if is_conversation(row, settings.text_key) else []
 
 
 class Readable(NamedTuple):
@@ -159,6 +193,9 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
                     made.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
                     continue
                 for text in read(convert_to_text, file, is_untrusted=file.suffix in (*KINDS, ".json")):
+                    if not text.is_named and (found := find_strongest(text)):
+                        made.skipped.append((text.name, f"{found.description}. To read it, name it with --input"))
+                        continue
                     made.sources.append(text)
                     if text.left_out:
                         made.skipped.append((text.name, text.left_out))
@@ -166,6 +203,12 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
         reasons = "; ".join(f"{reason} ({name})" for name, reason in made.skipped[:5])
         raise DataError(f"No file has text that can be read: {reasons}.")
     return made
+
+
+def find_strongest(source: Source) -> Finding | None:
+    """Return what is so much of a text that a folder's file with it is left out."""
+    found = [finding for finding in read_findings(source.signs) if finding.share >= finding.sign.left_out_from]
+    return max(found, key=lambda finding: finding.share, default=None)
 
 
 class OpeningProgress:
@@ -212,11 +255,10 @@ def list_files(source: Source, settings: Settings) -> list[Source]:
 def convert_to_text(source: Source, settings: Settings) -> list[Source]:
     """Return a plain-text source itself, or a file with the extracted text. Raises DataError."""
     is_chat, suffix = settings.format == "chat", source.suffix
-    if source.member is not None:
-        if is_hidden(source.name.lstrip(".")):
-            raise UnreadableError("hidden")
-        if reason := find_obstacle(source.name, FORMAT_SUFFIXES[settings.format][:-1]):
-            raise UnreadableError(reason)
+    if source.refusal:
+        raise UnreadableError(source.refusal)
+    if source.member is not None and (reason := find_obstacle(source, "", FORMAT_SUFFIXES[settings.format][:-1])):
+        raise UnreadableError(reason)
     if suffix in JSON:
         is_text = suffix == ".jsonl" and not are_conversations(source, settings.text_key)
         read = check_records if is_chat or is_text else convert_json
@@ -240,7 +282,8 @@ def convert_to_text(source: Source, settings: Settings) -> list[Source]:
 def read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iterator[str | Row | BadRecord]:
     try:
         with source.open() as file:
-            yield from kind.documents(file, settings.text_key)
+            macros = find_macros(source) if source.suffix == ".tex" else b""
+            yield from kind.documents(io.BytesIO(macros + file.read()) if macros else file, settings.text_key)
     except ImportError as error:  # an installed package may lack another one
         raise UnreadableError(f"it needs {kind.module}, which cannot be imported: {error}") from None
 
@@ -269,13 +312,21 @@ def convert_plain(source: Source, settings: Settings) -> Source:
         return source
     if not text.strip():
         raise UnreadableError("it has no text")
-    made = write_extracted(source, source.suffix, [text.encode()], f"{source.note}, {note}".removeprefix(", "), note)
+    check = Examination()
+    made = write_extracted(
+        source,
+        source.suffix,
+        [check.add(text).encode()],
+        f"{source.note}, {note}".removeprefix(", "),
+        note,
+        check=check,
+    )
     return replace(made, is_converted=source.is_converted)
 
 
 def check_records(source: Source, settings: Settings) -> Source:
     """Read a JSON Lines file to its end, and return it with its size and the records left out. Raises DataError."""
-    size, tally, check = 0, Tally(), TextCheck()
+    size, tally, check = 0, Tally(), Examination()
 
     def on_read(count: int) -> None:
         nonlocal size
@@ -294,15 +345,20 @@ def check_records(source: Source, settings: Settings) -> Source:
     if not size:
         raise UnreadableError("it is empty")
     tally.require_most()
-    check.require_text()
-    return replace(source, text_bytes=size, left_out=tally.describe())
+    return replace(source, text_bytes=size, left_out=tally.describe(), signs=check.finish())
 
 
 def write_extracted(
-    source: Source, suffix: str, blocks: Iterable[bytes], note: str, *settings: str, tally: Tally | None = None
+    source: Source,
+    suffix: str,
+    blocks: Iterable[bytes],
+    note: str,
+    *settings: str,
+    check: Examination | None = None,
+    tally: Tally | None = None,
 ) -> Source:
-    """Write `blocks` to a file in EXTRACTED, named by a hash of the source and the settings, unless it exists. If a
-    `tally` counts bad records, describe them in a file beside it."""
+    """Write `blocks` to a file in EXTRACTED, named by a hash of the source and the settings, unless it exists. Keep
+    what `check` found and `tally` counted in a file beside it."""
     identity = [
         READERS_VERSION,
         str(source.path),
@@ -313,41 +369,32 @@ def write_extracted(
         *settings,
     ]
     path = EXTRACTED / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}{suffix}"
-    beside = path.with_suffix(".left_out")
+    beside = path.with_suffix(".found.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(source, HubSource):
             log.info(f"Reading {source.name}")
         with atomic_write(path) as file:
             file.writelines(blocks)
-            if tally and tally.bad:
-                beside.write_text(tally.describe(), encoding="utf-8")
+            found = {"signs": check.finish() if check else "", "left_out": tally.describe() if tally else ""}
+            if any(found.values()):
+                write_json(beside, found)
     made = source_at(path, source.name, note)
-    left_out = beside.read_text(encoding="utf-8") if tally and beside.exists() else ""
-    return replace(made, text_bytes=made.size, left_out=left_out)
+    found = read_json(beside, DataError) if beside.exists() else {}
+    return replace(made, text_bytes=made.size, is_named=source.is_named, **found)
 
 
 def write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
     """Write documents as JSON Lines. Raises UnreadableError if there are none, if most are unusable, or if they are not
     text."""
-    tally, check, columns = Tally(), TextCheck(), TextColumn(settings.text_key)
+    tally, check = Tally(), Examination()
 
     def blocks() -> Iterator[bytes]:
         count = 0
-        for number, document in enumerate(documents, 1):
+        for document in documents if settings.format == "chat" else read_rows(documents, settings.text_key):
             if isinstance(document, BadRecord):
                 tally.skip(document)
                 continue
-            if isinstance(document, dict) and settings.format == "text":
-                try:
-                    document = columns.read_text(document)
-                except ValueError as problem:
-                    tally.skip(BadRecord(f"row {number}", str(problem)))
-                    continue
-                if cleaner := choose_cleaner(
-                    document[:CLEANER_SAMPLE_CHARACTERS], ""
-                ):  # a row may be a whole book of Project Gutenberg
-                    document = cleaner[0](document)
             tally.good += 1
             for record in [document] if isinstance(document, dict) else split_document(check.add(document), settings):
                 line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
@@ -358,35 +405,52 @@ def write_lines(source: Source, note: str, settings: Settings, documents: Iterab
         tally.require_most()
         if not count:
             raise UnreadableError("it has no text")
-        check.require_text()
 
-    return write_extracted(source, ".jsonl", blocks(), note, settings.text_key, settings.format, tally=tally)
-
-
-class TextColumn:
-    """Finds the text in the rows of a table: in the named column, or the only one with texts."""
-
-    def __init__(self, text_key: str):
-        self.text_key = text_key
-        self.column: str | None = None
-
-    def read_text(self, row: Row) -> str:
-        """Return the text of a row. Raises UnreadableError if no column fits, ValueError if the value is not a text."""
-        if self.column is None:
-            self.column = find_text_key(row, self.text_key) or find_only_text(row)
-        if self.column is None:
-            names = ", ".join(map(str, row))
-            raise UnreadableError(f'it has no column "{self.text_key}". Columns: {names}. Choose one with --text_key')
-        value = row.get(self.column)
-        if not isinstance(value, str | None):
-            raise ValueError(f'its "{self.column}" is of type {type(value).__name__}, not a text')
-        return value or ""
+    return write_extracted(
+        source, ".jsonl", blocks(), note, settings.text_key, settings.format, check=check, tally=tally
+    )
 
 
-def find_only_text(row: Row) -> str | None:
-    """Return the only column of a row with a text that is not a number; None if there is not exactly one."""
-    texts = [name for name, value in row.items() if isinstance(value, str) and not is_number(value)]
-    return texts[0] if len(texts) == 1 else None
+def read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iterator[str | BadRecord]:
+    """Yield documents, and the texts of rows: those of the named column, of conversations, or of the only column with
+    texts, if it holds most of the letters. Raises UnreadableError if no column fits."""
+    rest, first, letters = iter(documents), list[str | Row | BadRecord](), Counter[str]()
+    while (
+        letters.total() < MAX_JUDGED_LETTERS and len(first) < MAX_JUDGED_ROWS and (more := next(rest, None)) is not None
+    ):
+        first.append(more)
+        if isinstance(more, dict):
+            letters.update({name: sum(map(str.isalpha, str(value))) for name, value in more.items()})
+    rows = [row for row in first if isinstance(row, dict)]
+    column = find_text_key(rows[0], text_key) if rows else None
+    if rows and column is None and not is_conversation(rows[0], text_key):
+        named = {name for row in rows for name, value in row.items() if isinstance(value, str) and not is_number(value)}
+        column = named.pop() if len(named) == 1 else None
+        if column is None or letters[column] < letters.total() / 2:
+            names = ", ".join(map(str, rows[0]))
+            raise UnreadableError(f'it has no column "{text_key}". Columns: {names}. Choose one with --text_key')
+    for number, row in enumerate(itertools.chain(first, rest), 1):
+        if isinstance(row, BadRecord):
+            yield row
+            continue
+        try:
+            texts = [row] if isinstance(row, str) else read_row(row, column, text_key)
+        except ValueError as problem:
+            yield BadRecord(f"row {number}", str(problem))
+            continue
+        for text in texts:
+            cleaner = choose_cleaner(text[:CLEANER_SAMPLE_CHARACTERS], "")  # such as a book of Project Gutenberg
+            yield cleaner[0](text) if cleaner else text
+
+
+def read_row(row: Row, column: str | None, text_key: str) -> list[str]:
+    """Return the text in a column of a row, or those of a conversation. Raises ValueError."""
+    if column is None:
+        return extract_texts(row, text_key)
+    value = row.get(column)
+    if not isinstance(value, str | None):
+        raise ValueError(f'its "{column}" is of type {type(value).__name__}, not a text')
+    return [value or ""]
 
 
 def is_number(value: str) -> bool:
@@ -420,7 +484,7 @@ def read_up_to_limit(source: Source) -> Iterator[bytes]:
 def convert_encoding(source: Source, settings: Settings) -> Source:
     """Return a UTF-8 source itself, or a file converted to UTF-8. Raises UnreadableError if its encoding cannot be
     guessed, or if it is not text."""
-    size, check, marks = 0, TextCheck(), 0
+    size, check, marks = 0, Examination(), 0
 
     def on_read(count: int) -> None:
         nonlocal size
@@ -433,11 +497,16 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
                 SEPARATOR_LINE.findall(text)
             )
     except NotUTF8Error as problem:
-        encoding = problem.encoding or settings.encoding or require_guess(problem.sample)
-        made = write_extracted(source, source.suffix, reencode(source, encoding), f"from {encoding}", encoding)
+        encoding, note = problem.encoding or settings.encoding, ""
+        errors = 0 if encoding else count_errors(read_blocks(source))
+        if errors:
+            encoding, note = "utf-8", f", in which {plural(errors, 'character')} cannot be decoded"
+        encoding = encoding or require_guess(problem.sample)
+        check, note = Examination(), f"from {encoding}{note}"
+        blocks = reencode(source, encoding, check)
+        made = write_extracted(source, source.suffix, blocks, note, encoding, check=check)
         return replace(made, is_converted=True)
-    check.require_text()
-    return replace(source, text_bytes=size, inline_marks=marks)
+    return replace(source, text_bytes=size, inline_marks=marks, signs=check.finish())
 
 
 def require_guess(sample: bytes) -> str:
@@ -452,12 +521,12 @@ def require_guess(sample: bytes) -> str:
     raise UnreadableError("it is not UTF-8, and its encoding cannot be guessed; name it with --encoding")
 
 
-def reencode(source: Source, encoding: str) -> Iterator[bytes]:
-    decoder, check = codecs.getincrementaldecoder(encoding)(), TextCheck()
+def reencode(source: Source, encoding: str, check: Examination) -> Iterator[bytes]:
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    decoder = codecs.getincrementaldecoder(encoding)("replace" if is_utf8 else "strict")
     try:
         for block in read_blocks(source):
             yield check.add(decoder.decode(block)).encode()
         yield decoder.decode(b"", final=True).encode()
     except UnicodeDecodeError as error:
         raise UnreadableError(f"it is not {encoding} ({error.reason}); name another with --encoding") from None
-    check.require_text()

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.output import byte_size, cell, plural, table_row
-from tokenization.corpus import UNKNOWN_SUFFIX, Source, read_blocks
+from tokenization.corpus import Source, read_blocks
 from tokenization.dedup import NUM_EXAMPLES, Repeats
 from tokenization.encoding import Reader, SourceText, begins_document
+from tokenization.examine import Finding, read_findings
 from tokenization.held_out import HeldOut
+from tokenization.kinds import UNKNOWN_SUFFIX
 
 MAX_LISTED_FILES, MAX_PRINTED_LINES = 1000, 12
 MAX_PRINTED_NAMES = 5  # files left out for one reason
@@ -76,6 +78,15 @@ class DataReport:
             if source.inline_marks:
                 marks = f"<|endoftext|> occurs {source.inline_marks:,} times inside lines"
                 found.append(("Note", f"{source.name}: {marks}; to separate documents, put it on its own line"))
+        by_sign: dict[str, list[tuple[Finding, str]]] = defaultdict(list)
+        for source in self.files:
+            for finding in read_findings(source.signs):
+                if finding.hurts:
+                    by_sign[finding.sign.name].append((finding, source.name))
+        for findings in by_sign.values():
+            worst, _ = max(findings)
+            names = join_names([name for _, name in sorted(findings, reverse=True)], most)
+            found.append(("Note", f"{names}: {worst.description}; {worst.sign.advice}"))
         for copy, first in self.copies:
             earlier = first.place if first.name == copy.name else first.name
             found.append(("Twice", f"{copy.name} has the same content as {earlier}"))
@@ -101,6 +112,9 @@ class DataReport:
         if self.repeats:
             common = self.repeats.left_out.most_common(NUM_EXAMPLES)
             lines += [f"- **Repeated** {count:,} times: {cell(text)} ..." for text, count in common]
+        for source in self.files:
+            for finding in read_findings(source.signs):
+                lines.append(f"- **Found** in {cell(source.name)}: {cell(finding.description)}")
         lines.append("\n| file | made from | documents | bytes of text | held out |\n|---|---|---:|---:|---:|")
         lines += [
             table_row(

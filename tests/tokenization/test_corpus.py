@@ -170,14 +170,11 @@ def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"%PDF-1.7\nall ASCII", "is a PDF. Give it a name that ends in .pdf"),
-        (b"PK\x03\x04\x14\0\x06\0\xb5word/document.xml", r"is a zip archive \(like .docx"),
-        (gzip.compress(b"text"), r"packed with gzip.*ends in \.gz"),
         (b"name.txt".ljust(512, b"\0") + b"text", "is not text. It contains NUL bytes"),
         (b"\x89PNG\r\n\x1a\n\0\0", "is not text. It contains NUL bytes"),
         (b"JPEG \xff\0" + b"\x80" * 999, "is not UTF-8 text: .* at byte 5 .* It contains NUL bytes"),
     ],
-    ids=["PDF", "docx", "gzip", "tar", "PNG", "JPEG"],
+    ids=["tar", "PNG", "JPEG"],
 )
 def test_other_kinds_of_file_are_not_to_be_converted(tmp_path: Path, content: bytes, complaint: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
@@ -236,7 +233,7 @@ def test_a_long_text_of_jsonl_comes_in_pieces(tmp_path: Path) -> None:
 def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt.gz", "text " * 1000)
     whole = path.read_bytes()
-    for content in (whole[:-20], b"not gzip", whole[:30] + b"\0\0\0\0" + whole[34:]):
+    for content in (whole[:-20], whole[:30] + b"\0\0\0\0" + whole[34:]):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.txt\.gz is a damaged gzip file"):
             list(read_blocks(*find_sources([str(path)])))

@@ -23,7 +23,11 @@ def list_members(source: Source) -> list[Source]:
         raise UnreadableError("it has no files")
     if sum(info.file_size for _, info in infos) > max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size):
         raise UnreadableError(f"it unpacks to more than {MAX_UNPACK_RATIO} times its size, like a zip bomb")
-    return [replace(source, name=f"{source.name}/{info.filename}", member=number) for number, info in infos]
+    members = (
+        replace(source, name=f"{source.name}/{info.filename}", member=number, kind="", is_named=False)
+        for number, info in infos
+    )
+    return [member.look() for member in members]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from common.errors import DataError
 from common.files import read_json, write_json
-from tokenization.corpus import Source, strip_packing
+from tokenization.corpus import Source, strip_packing, unpack
 from tokenization.settings import EXTRACTED, HUB
 
 ADDRESS_PATTERN = re.compile(rf"{HUB}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
@@ -29,7 +29,7 @@ class HubSource(Source):
         """Open the file. Reads only the parts needed, and retries."""
         from huggingface_hub import HfFileSystem
 
-        return self.unpack(HfFileSystem().open(self.path.as_posix(), "rb"))
+        return unpack(HfFileSystem().open(self.path.as_posix(), "rb"))
 
 
 def find_hub_sources(address: str, suffixes: tuple[str, ...], max_mb: float | None) -> list[HubSource]:

@@ -16,6 +16,14 @@ from tokenization.sources.markup import html_to_text
 
 REPLY_PREFIX = re.compile(r"^((re|fwd?|aw|wg|sv|tr|rv)\s*:\s*)+", re.I)  # "Re:" in several languages
 
+QUOTE_MARK = "\0"
+# The header that Outlook, in several languages, writes above a message that it quotes.
+QUOTED_HEADER = re.compile(
+    r"^(?:[ \t]*[-_]{3,}.*\n+)?\*?(?:From|Von|De|Da|Van|Från|Fra|Od|Lähettäjä|От|差出人|发件人)\*?\s?[:：].*\n"
+    r"(?:\*?[^\W\d][\w ]{1,20}\*?\s?[:：].*\n){2,5}",
+    re.M,
+)
+
 
 def read_mbox(file: BinaryIO) -> Iterator[str | BadRecord]:
     """Yield each message as a document, without quotes of earlier messages."""
@@ -65,10 +73,12 @@ def remove_quotes(subject: str, text: str, seen: set[str]) -> str:
     """Return a message without quotes of lines in `seen`, and without their introduction ("On Monday Anna wrote:"). Add
     its own subject and lines to `seen`."""
     kept: list[str] = []
-    for line in text.splitlines():
+    is_quoted = False  # what follows Outlook's header, without ">"
+    for line in QUOTED_HEADER.sub(f"{QUOTE_MARK}\n", text).splitlines():
+        is_quoted = is_quoted or line == QUOTE_MARK
         own = line.lstrip("> ").rstrip()
-        if line.startswith(">") and (not own or own in seen):
-            if kept and kept[-1].rstrip().endswith(":"):
+        if line == QUOTE_MARK or ((is_quoted or line.startswith(">")) and (not own or own in seen)):
+            if line.startswith(">") and kept and kept[-1].rstrip().endswith(":"):
                 kept.pop()
             continue
         kept.append(line)

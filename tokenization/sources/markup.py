@@ -17,7 +17,12 @@ from tokenization.sources.archives import open_zip, read_member
 
 HIDDEN_ELEMENTS = {"head", "script", "style", "nav", "svg"}  # elements with invisible text
 NOTE_MARKS = ("noteref", "doc-noteref", "doc-backlink")  # links to notes, and back
-BLOCK_ELEMENTS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "blockquote", "section", "table"}
+BLOCK_ELEMENTS = re.compile(
+    "address|article|aside|blockquote|dd|div|dl|dt|figcaption|figure|footer|h[1-6r]|header|li|main|ol|p|pre|section|"
+    "table|tr|ul"
+)
+READINGS = ("rt", "rp")  # furigana; their end tags may be missing
+MIN_PROSE, MAX_MISSING = 60, 1 / 3  # characters of a paragraph; share of these that a page's main text may lack
 BREAK = "\x1e"  # a line break of the layout, unlike those in <pre>
 # Encryption of embedded fonts. The text of such a book is not encrypted.
 FONT_ENCRYPTION = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
@@ -31,13 +36,14 @@ class HTMLText(HTMLParser):
         super().__init__()
         self.parts: list[str] = []
         self.hidden = self.preformatted = 0
-        self.note = False
+        self.note = self.reading = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.hidden += tag in HIDDEN_ELEMENTS
         self.preformatted += tag == "pre"
+        self.reading = tag in READINGS
         self.note = tag == "a" and any(key in ("epub:type", "role") and value in NOTE_MARKS for key, value in attrs)
-        self.parts.append(BREAK if tag == "br" else 2 * BREAK if tag in BLOCK_ELEMENTS else "")
+        self.parts.append(BREAK if tag == "br" else 2 * BREAK if BLOCK_ELEMENTS.fullmatch(tag) else "")
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
         self.parts.append(BREAK if tag == "br" else "")  # <script/> and <p/> are empty in XHTML
@@ -46,15 +52,16 @@ class HTMLText(HTMLParser):
         self.hidden = max(0, self.hidden - (tag in HIDDEN_ELEMENTS))
         self.preformatted = max(0, self.preformatted - (tag == "pre"))
         self.note = False
-        self.parts.append(2 * BREAK if tag in BLOCK_ELEMENTS else "")
+        self.reading = self.reading and tag not in (*READINGS, "ruby")
+        self.parts.append("\t" if tag in ("td", "th") else 2 * BREAK if BLOCK_ELEMENTS.fullmatch(tag) else "")
 
     def handle_data(self, data: str) -> None:
-        if not self.hidden and not self.note:
+        if not (self.hidden or self.note or self.reading):
             self.parts.append(data if self.preformatted else re.sub(r"[ \t\r\n]+", " ", data))
 
     @property
     def text(self) -> str:
-        spaced = re.sub(f" *{BREAK} *", BREAK, "".join(self.parts))
+        spaced = re.sub(f"[ \\t]*{BREAK}[ \\t]*", BREAK, "".join(self.parts))
         return re.sub(f"{BREAK}{{3,}}", 2 * BREAK, spaced).replace(BREAK, "\n").strip()
 
 
@@ -115,7 +122,17 @@ def parse_xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
 
 
 def read_html(file: BinaryIO) -> Iterator[str]:
-    """Yield the main text of a saved page, without menus and footers."""
+    """Yield the main text of a saved page, without menus and footers; all of it if that lacks many of its paragraphs,
+    such as the posts of a forum."""
     import trafilatura
 
-    yield trafilatura.extract(file.read(), include_comments=False) or ""
+    page = file.read()
+    main, whole = trafilatura.extract(page, include_comments=False) or "", html_to_text(decode_page(page))
+    paragraphs = [text for text in whole.split("\n\n") if len(text) >= MIN_PROSE]
+    known = squeeze(main)
+    missing = sum(len(text) for text in paragraphs if squeeze(text)[: MIN_PROSE // 2] not in known)
+    yield whole if missing > MAX_MISSING * sum(map(len, paragraphs)) else main
+
+
+def squeeze(text: str) -> str:
+    return re.sub(r"\s+", "", text)

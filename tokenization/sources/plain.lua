@@ -2,6 +2,9 @@
 
 local function nothing() return {} end
 local function content(element) return element.content end
+local function lowered(element)  -- digits have raised and lowered forms
+  if pandoc.utils.stringify(element):match("%a") then return element.content end
+end
 
 local function lines_of(table_)
   local simple, lines = pandoc.utils.to_simple_table(table_), {}
@@ -16,5 +19,5 @@ end
 
 return {{
   Note = nothing, Image = nothing, HorizontalRule = nothing, Strikeout = nothing,
-  BlockQuote = content, Table = lines_of,
+  BlockQuote = content, Superscript = lowered, Subscript = lowered, SmallCaps = content, Table = lines_of,
 }}

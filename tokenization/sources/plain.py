@@ -1,12 +1,17 @@
-"""Clean plain text: subtitles, Markdown notes (Obsidian's), books of Project Gutenberg, and WhatsApp's chat exports."""
+"""Clean plain text: subtitles, Markdown notes (Obsidian's), books of Project Gutenberg and Aozora Bunko, articles of
+Wikipedia, and WhatsApp's chat exports."""
 
 from __future__ import annotations
 
+import functools
+import html
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from tokenization.encodings import decode
+from tokenization.examine import LIGATURES, MOJIBAKE
 from tokenization.settings import DOCUMENT_SEPARATOR
 
 # Subtitles
@@ -16,18 +21,19 @@ CUE_MARKUP = re.compile(r"<[^>\n]*>|\{\\[^}\n]*\}")
 
 
 def read_subtitles(file: BinaryIO) -> Iterator[str]:
-    """Yield the text of the cues of .srt and .vtt files, without consecutive repeats."""
-    cues: list[str] = []
+    """Yield the text of the cues of .srt and .vtt files. A cue repeats lines of the one before while they scroll."""
+    said: list[str] = []
+    before: list[str] = []
     text = decode(file.read()).replace("\r\n", "\n").replace("\r", "\n")
     for block in re.split(r"\n[ \t]*\n", text):
         lines = block.split("\n")
         times = next((number for number, line in enumerate(lines) if CUE_TIMES.match(line)), None)
         if times is None:  # header, style or note
             continue
-        said = "\n".join(filter(None, (CUE_MARKUP.sub("", line).strip() for line in lines[times + 1 :])))
-        if said and said not in cues[-1:]:
-            cues.append(said)
-    yield "\n".join(cues)
+        cue = [words for line in lines[times + 1 :] if (words := html.unescape(CUE_MARKUP.sub("", line)).strip())]
+        said += cue[max(size for size in range(len(cue) + 1) if cue[:size] == before[len(before) - size :]) :]
+        before = cue or before
+    yield "\n".join(said)
 
 
 # Cleaners of .txt and .md files
@@ -45,11 +51,18 @@ LINK = re.compile(r"\[\[(?!\s)(?:[^\]|\n]*\|)?([^\]|\n]+)\]\]")
 
 GUTENBERG = re.compile(r"^\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*\*\*[ \t]*$", re.M | re.S)
 GUTENBERG_END = re.compile(r"^(?:\*\*\* ?END OF (?:THE|THIS)|End of (?:the )?)\s?PROJECT GUTENBERG", re.M | re.I)
+# Aozora Bunko: the key to the marks, readings and notes on layout, and the colophon.
+AOZORA = re.compile(
+    r"^-{9,}\n【テキスト中に現れる記号について】.*?^-{9,}\n|《[^》\n]*》|［＃[^］\n]*］|｜|^底本：.*\Z", re.M | re.S
+)
+ARTICLE = re.compile(r"^<doc id=[^>\n]*>\n|\n*^</doc>\n*", re.M)  # WikiExtractor's
 SEPARATOR_LINE = f"\n{DOCUMENT_SEPARATOR}\n"
+MIN_FLAWS = 3  # in the beginning of a text, which is repaired then
 MIN_PROSE_LINE = 50  # median characters per line; prose is broken at about 72
 
-DATE, TIME = r"\d{1,4}[./-]\d{1,2}[./-]\d{1,4}", r"\d{1,2}[:.]\d\d(?:[:.]\d\d)?(?:\s?[AaPp]\.?[Mm]\.?)?"
-WHATSAPP = re.compile(rf"[\u200e\u200f]*\[?{DATE},? {TIME}(?:\]| -) ")
+# A date, a time and a dash or bracket, with the words of any language between them.
+TIME = r"\d{1,2}[:.]\d\d(?:[:.]\d\d)?[^:\n]{0,12}?(?:\]| [-–]) "
+WHATSAPP = re.compile(rf"[\u200e\u200f]*\[?\d{{1,4}}\D{{1,3}}\d{{1,2}}\D{{1,3}}\d{{1,4}}\D{{1,12}}{TIME}")
 WRITER = re.compile(r"([^:\n]{1,60}): ")
 SYSTEM_MESSAGE = re.compile(
     r"<[^<>]*>|(?:\w+ )?\w+ omitted|(?:This message was|You) deleted(?: this message)?\.?", re.I
@@ -62,14 +75,34 @@ def choose_cleaner(beginning: str, suffix: str) -> tuple[Callable[[str], str], s
         return clean_markdown, "without front matter, comments and the marks of links"
     if GUTENBERG.search(beginning):
         return clean_gutenberg, "without Project Gutenberg's licence and line breaks inside paragraphs"
+    if ARTICLE.match(beginning):
+        return clean_articles, "articles without tags"
+    if "【テキスト中に現れる記号について】" in beginning or ("《" in beginning and "［＃" in beginning):
+        return functools.partial(AOZORA.sub, ""), "without Aozora Bunko's readings and notes"
     lines = [line for line in beginning.split("\n") if line.strip()]
-    if len(lines) > 4 and sum(bool(WHATSAPP.match(line)) for line in lines) > len(lines) / 2:
+    chat = [line for line in lines if (match := WHATSAPP.match(line)) and WRITER.match(line, match.end())]
+    if len(lines) > 4 and len(chat) > len(lines) / 2:
         return clean_whatsapp, "WhatsApp chat, without dates"
+    if len(re.findall(f"{LIGATURES}|{MOJIBAKE}", beginning)) >= MIN_FLAWS and importlib.util.find_spec("ftfy"):
+        return repair_letters, "repaired by ftfy"
     return None
+
+
+def repair_letters(text: str) -> str:
+    """Repair text that was decoded wrong, and split ligatures; change nothing else."""
+    import ftfy
+
+    others = ("unescape_html", "remove_terminal_escapes", "fix_character_width", "uncurl_quotes", "fix_line_breaks")
+    kept = dict.fromkeys((*others, "fix_surrogates", "remove_control_chars"), False)
+    return ftfy.fix_text(text, ftfy.TextFixerConfig(**kept, normalization=None))
 
 
 def clean_markdown(text: str) -> str:
     return LINK.sub(r"\1", OBSIDIAN_MARKUP.sub("", FRONT_MATTER.sub("", text)))
+
+
+def clean_articles(text: str) -> str:
+    return html.unescape(ARTICLE.sub(lambda tag: "" if "id=" in tag[0] else f"\n{DOCUMENT_SEPARATOR}\n", text))
 
 
 def clean_gutenberg(text: str) -> str:

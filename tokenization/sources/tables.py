@@ -8,25 +8,39 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from tokenization.corpus import UnreadableError
-from tokenization.documents import find_text_key
+from tokenization.documents import BadRecord, find_text_key
 
 Row = dict[str, Any]
 MAX_CELL_CHARACTERS = 1_000_000_000
 PARQUET_BATCH_ROWS = 64  # a row may be a book
 
 
-def read_csv(file: BinaryIO) -> Iterator[Row]:
+def read_csv(file: BinaryIO) -> Iterator[Row | BadRecord]:
     """Yield the rows of a UTF-8 file. The separator is the most frequent of comma, semicolon and tab in the first
     line."""
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    try:
-        header = text.readline()
-        separator = max(",;\t", key=header.count)
-        names = next(csv.reader([header], delimiter=separator), [])
-        yield from csv.DictReader(text, names, delimiter=separator)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UnreadableError(f"it is a damaged table ({error})") from None
+    header = text.readline()
+    separator = max(",;\t", key=header.count)
+    names = next(csv.reader([header], delimiter=separator), [])
+    rows = csv.reader(text, delimiter=separator, strict=True)
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            yield BadRecord(f"line {rows.line_num + 1}", f"its quotes are not closed as in a table ({error})")
+            continue
+        except UnicodeDecodeError as error:
+            raise UnreadableError(f"it is a damaged table ({error})") from None
+        if row is None:
+            return
+        if len(row) > len(names):
+            reason = (
+                f"it has {len(row)} fields, not {len(names)} as the first line; a text with '{separator}' needs quotes"
+            )
+            yield BadRecord(f"line {rows.line_num + 1}", reason)
+        elif row:
+            yield dict(zip(names, row, strict=False))
 
 
 def read_parquet(file: BinaryIO, key: str) -> Iterator[Row]:
