@@ -91,11 +91,11 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
             try:
                 if not folder.awaits_publishing:
                     read, repeats = build_reader(sources, options)
-                    held_out, note = choose_held_out(read, 1 - options.train_split, total_bytes)
+                    held_out, note, copies = choose_held_out(read, 1 - options.train_split, total_bytes)
                     if note:
                         log.info(note)
                     skipped += list_left_out(options.input, FORMAT_SUFFIXES[options.format])
-                    report = DataReport(sources, skipped, repeats, held_out)
+                    report = DataReport(sources, skipped, repeats, held_out, copies)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and not options.tokenizer_file:
                         report.words = describe_word_form(tokenizer)

@@ -376,9 +376,9 @@ def write_extracted(
             log.info(f"Reading {source.name}")
         with atomic_write(path) as file:
             file.writelines(blocks)
-            found = {"signs": check.finish() if check else "", "left_out": tally.describe() if tally else ""}
-            if any(found.values()):
-                write_json(beside, found)
+            seen = {"signs": check.finish() if check else "", "left_out": tally.describe() if tally else ""}
+            if any(seen.values()):
+                write_json(beside, seen)
     made = source_at(path, source.name, note)
     found = read_json(beside, DataError) if beside.exists() else {}
     return replace(made, text_bytes=made.size, is_named=source.is_named, **found)

@@ -4,6 +4,8 @@ share, copies land in the same split, and adding or removing text moves no other
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,9 @@ MAX_HELD_OUT_BYTES = 40_000_000  # about ten million tokens, kept in memory unti
 MAX_CHECKED_CHARACTERS = 200_000_000  # characters in which the share is checked; in a small text it can be far off
 MAX_SHARE_FACTOR = 2.5  # a share larger or smaller than requested by this factor is rejected
 REPETITIVE_SHARE = 0.5  # text with a smaller share of unique passages is repetitive
+MIN_COPIED_SHARE = 0.1  # of a file; a smaller share is not reported
 MAX_LISTED_FILES = 5
+BLANK_LINES, LINE_END = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"\n")
 
 
 class HeldOut:
@@ -88,28 +92,35 @@ class HeldOut:
         return text.encode(errors="replace").decode()  # file names may hold any bytes
 
 
-def choose_held_out(read: Reader, share: float, total_bytes: int) -> tuple[HeldOut | None, str]:
+def choose_held_out(
+    read: Reader, share: float, total_bytes: int
+) -> tuple[HeldOut | None, str, dict[tuple[Source, Source], float]]:
     """Choose about `share` of the text, at most MAX_HELD_OUT_BYTES; `total_bytes` is its size or more. Return the
-    choice and a note on repetitive text.
+    choice, a note on repetitive text, and for each file the share of its text that an earlier one holds, too.
 
     The choice is None if chance gives far more or less than `share` of a small or repetitive text; then the end of the
     text is held out.
     """
     limit = min(share, MAX_HELD_OUT_BYTES / total_bytes)
-    held_out, unique, checked, hashes = HeldOut(limit), 0, 0, set[float]()
+    held_out, unique, checked, first = HeldOut(limit), 0, 0, dict[float, Source]()
+    copied: Counter[tuple[Source, Source]] = Counter()
     for passage, _ in held_out.mark_passages(read(lambda count: None)):
-        checked += len(passage.text)
-        digest = hash_passage(passage.text)
-        unique += 0 if digest in hashes else len(passage.text)
-        hashes.add(digest)
+        size, digest = len(passage.text), hash_passage(passage.text)
+        checked += size
+        unique += 0 if digest in first else size
+        earlier = first.setdefault(digest, passage.source)
+        if earlier != passage.source:
+            copied[passage.source, earlier] += size
         if checked >= MAX_CHECKED_CHARACTERS:
             break
+    shares = {pair: size / held_out.characters[pair[0]] for pair, size in copied.items()}
     note = ""
     if unique < REPETITIVE_SHARE * checked:
         note = f"Much of this text is repeated: only {unique / checked:.0%} of it is unique"
     is_far_off = not limit / MAX_SHARE_FACTOR <= held_out.share <= limit * MAX_SHARE_FACTOR
     is_small_share = limit < share and not note  # a huge text: few of the checked passages are held out
-    return None if is_far_off and not is_small_share else held_out, note
+    chosen = None if is_far_off and not is_small_share else held_out
+    return chosen, note, {pair: share for pair, share in shares.items() if share >= MIN_COPIED_SHARE}
 
 
 def split_passages(texts: Iterable[SourceText]) -> Iterator[SourceText]:
@@ -136,19 +147,22 @@ def split_passages(texts: Iterable[SourceText]) -> Iterator[SourceText]:
 def find_passage_end(text: str, start: int, is_whole: bool) -> int:
     """Return the end of the passage that begins at `start`; 0 if more text is needed, or none is left.
 
-    A hash of a line's text decides whether a passage ends with it, so an insertion moves only the next few ends.
+    A hash of a paragraph decides whether a passage ends with it, so an insertion moves only the next few ends. Without
+    blank lines, each line is a paragraph.
     """
     if len(text) - start <= MAX_PASSAGE:
         return len(text) if is_whole and start < len(text) else 0
-    end = text.find("\n", start + MIN_PASSAGE) + 1
-    while 0 < end <= start + MAX_PASSAGE:
-        line = end
-        end = text.find("\n", line) + 1
-        if zlib.crc32(text[line:end].encode()) % EXTRA_CHARACTERS < end - line and end <= start + MAX_PASSAGE:
+    most = start + MAX_PASSAGE
+    for paragraph_end in (BLANK_LINES, LINE_END):
+        ends = [match.end() for match in paragraph_end.finditer(text, start + MIN_PASSAGE, most)]
+        if len(ends) > 1:
+            break
+    for before, end in itertools.pairwise(ends):
+        letters = remove_space(text[before:end]).encode()
+        if zlib.crc32(letters) % EXTRA_CHARACTERS < len(letters):
             return end
-    passage = text[start : start + MAX_PASSAGE]
-    end = passage.rfind("\n", MIN_PASSAGE) + 1 or passage.rfind(" ", MIN_PASSAGE) + 1
-    return start + end if end else find_letter_boundary(text, start + MAX_PASSAGE)
+    end = ends[-1] if ends else text.rfind(" ", start + MIN_PASSAGE, most) + 1
+    return end or find_letter_boundary(text, most)
 
 
 def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
@@ -184,5 +198,10 @@ def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[S
 
 
 def hash_passage(text: str) -> float:
-    """Return a hash from 0 to 1. White space around the text does not matter."""
-    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") / 2**64
+    """Return a hash from 0 to 1. White space does not matter, so neither do the line breaks of a book's formats."""
+    digest = hashlib.blake2b(remove_space(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def remove_space(text: str) -> str:
+    return "".join(text.split())

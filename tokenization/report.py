@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.output import byte_size, cell, plural, table_row
-from tokenization.corpus import Source, read_blocks
+from tokenization.corpus import Source
 from tokenization.dedup import NUM_EXAMPLES, Repeats
 from tokenization.encoding import Reader, SourceText, begins_document
 from tokenization.examine import Finding, read_findings
@@ -35,11 +34,13 @@ class DataReport:
         skipped: Sequence[tuple[str, str]],
         repeats: Repeats | None,
         held_out: HeldOut | None,
+        copies: Mapping[tuple[Source, Source], float],
     ):
-        """`skipped`: (name, reason) of files without text. `held_out`: None if the end of the text is held out."""
+        """`skipped`: (name, reason) of files without text. `held_out`: None if the end of the text is held out.
+        `copies`: share of a file's text that an earlier one holds, too."""
         self.files = {source: FileCounts() for source in sources}
         self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
-        self.copies = [] if repeats else find_copies(sources)
+        self.copies = copies
         self.words: list[str] = []  # differences of the vocabulary from GPT-2's
 
     def count_texts(self, read: Reader) -> Reader:
@@ -87,9 +88,10 @@ class DataReport:
             worst, _ = max(findings)
             names = join_names([name for _, name in sorted(findings, reverse=True)], most)
             found.append(("Note", f"{names}: {worst.description}; {worst.sign.advice}"))
-        for copy, first in self.copies:
+        for (copy, first), share in self.copies.items():
             earlier = first.place if first.name == copy.name else first.name
-            found.append(("Twice", f"{copy.name} has the same content as {earlier}"))
+            advice = "--dedup exact leaves out repeated documents"
+            found.append(("Twice", f"{share:.0%} of {copy.name} also stands in {earlier}; {advice}"))
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, reason in sorted(self.skipped, key=lambda one: one[1] == UNKNOWN_SUFFIX):  # these last
             by_reason[reason].append(name)
@@ -134,18 +136,3 @@ class DataReport:
 def join_names(names: Sequence[str], most: int) -> str:
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def find_copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
-    """Return (copy, original) for each file with the content of an earlier one. Reads only files of equal size."""
-    sizes: dict[int, list[Source]] = defaultdict(list)
-    for source in sources:
-        sizes[source.text_bytes].append(source)
-    first: dict[bytes, Source] = {}
-    pairs = []
-    for source in itertools.chain.from_iterable(group for group in sizes.values() if len(group) > 1):
-        digest = hashlib.sha256()
-        for block in read_blocks(source):
-            digest.update(block)
-        pairs.append((source, first.setdefault(digest.digest(), source)))
-    return [(source, earlier) for source, earlier in pairs if source != earlier]

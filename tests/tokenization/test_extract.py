@@ -426,7 +426,7 @@ def test_the_report_tells_what_each_file_gave(folder: Path, capsys: pytest.Captu
     (folder / "b.txt").write_bytes((folder / "a.txt").read_bytes())
     assert tokenize() == 0
     said = capsys.readouterr().out
-    assert "Twice      b.txt has the same content as a.txt" in said
+    assert "Twice      100% of b.txt also stands in a.txt" in said
     lines = report().splitlines()
     assert "- **Read**: 2 files: 40.0 kB of text in 4 documents" in lines
     assert any(line.startswith("| a.txt | text | 2 | 20,004 | ") for line in lines)
