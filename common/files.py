@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import datetime
 import functools
@@ -89,13 +90,19 @@ def require_regular(path: Path, error: type[UserError]) -> None:
         raise error(f"{path} is not a regular file. Write its content to a file first.")
 
 
+def decode_small(content: bytes) -> str:
+    """Decode UTF-8, or the UTF-16 of Windows programs, without its byte order mark."""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
+
+
 def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
-    """Read a small UTF-8 file without its byte order mark. Raises `error` with the name of the file; if it does not
+    """Read a small text file without its byte order mark. Raises `error` with the name of the file; if it does not
     exist, also with `flag`."""
     path = Path(path)
     require_regular(path, error)
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return decode_small(path.read_bytes()).replace("\r\n", "\n")
     except FileNotFoundError:
         raise error(f"No such file: {path} ({flag}).") from None
     except UnicodeDecodeError as problem:
@@ -107,7 +114,7 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     path = Path(path)
     require_regular(path, error)
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        value = json.loads(decode_small(path.read_bytes()))
     except FileNotFoundError:
         raise error(f"No such file: {path}.") from None
     except UnicodeDecodeError as problem:

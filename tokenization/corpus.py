@@ -95,7 +95,10 @@ class Source:
         if self.member is None:
             return unpack(open_regular(self.path))
         archive = open_archive(self.path, self.modified_ns)
-        return unpack(archive.open(archive.infolist()[self.member]))
+        try:
+            return unpack(archive.open(archive.infolist()[self.member]))
+        except NotImplementedError as error:
+            raise UnreadableError(f"its way of packing is not supported ({error}); unpack the archive") from None
 
     def look(self) -> Source:
         """Return the source with its kind."""
@@ -113,7 +116,7 @@ def read_beginning(source: Source) -> bytes:
     try:
         with source.open() as file:
             return file.read(SNIFFED_BYTES) or b""
-    except (DataError, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, *PACKING_ERRORS):
+    except (DataError, OSError, zipfile.BadZipFile, RuntimeError, *PACKING_ERRORS):
         return b""  # reading all of it will tell why
 
 
@@ -340,8 +343,6 @@ def read_blocks(source: Source) -> Iterator[bytes]:
             raise OSError(error.errno, error.strerror, str(source.path)) from None
         if source.member is None and not isinstance(error, PACKING_ERRORS):
             raise
-        if isinstance(error, NotImplementedError):  # a method of packing
-            raise UnreadableError(f"it is packed by a method that is not known ({error}); unpack it") from None
         kind = "zip" if source.member is not None else "zstd" if source.name.lower().endswith(".zst") else "gzip"
         raise DataError(f"{source.place} is a damaged {kind} file ({error}). Download or pack it again.") from None
 

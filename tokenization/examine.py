@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from tokenization.corpus import UnreadableError
+from tokenization.settings import DOCUMENT_SEPARATOR
 
 EXAMINED, EVERY = 1 << 15, 1 << 18  # characters: so many are examined of so many, which is fast and finds a habit
 MIN_CHARACTERS = 1000  # a shorter text shows no habit
@@ -51,7 +52,7 @@ SIGNS = (
         1.0,
     ),
 )
-REPEATED = Sign("the same lines again and again", "", 0.1, "try --dedup exact")
+REPEATED = Sign("the same lines again and again", "", 0.1, "try --dedup exact", 1.0)
 BY_NAME = {sign.name: sign for sign in (*SIGNS, REPEATED)}
 
 
@@ -103,7 +104,7 @@ class Examination:
             for match in re.finditer(sign.pattern, text, re.M):
                 self.found[sign] += len(match[0])
                 self.examples.setdefault(sign, match[0])
-        self.lines.update(line for line in text.split("\n") if len(line) >= MIN_LINE)
+        self.lines.update(line for line in text.split("\n") if len(line) >= MIN_LINE and line != DOCUMENT_SEPARATOR)
 
     def finish(self) -> str:
         """Return the findings as text, for a Source. Raises UnreadableError if too many characters are not text."""
