@@ -160,6 +160,8 @@ def compute_fingerprint(sources: Sequence[Source], options: Settings, kind: str)
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
     settings += [given for given in (options.encoding, options.dedup, *find_missing_packages(sources)) if given]
+    named = sum(source.is_named for source in sources)  # these are read though they have signs that are left out
+    settings += [f"{named} named"] if named and len(sources) > 1 else []
     settings += sorted({source.max_bytes for source in sources} - {math.inf})
     return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
 

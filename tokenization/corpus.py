@@ -193,7 +193,8 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = TEXT_SUFFIXE
     found: dict[Path, Source] = {}
     for given in inputs:
         for source in expand(given, suffixes):
-            found.setdefault(source.path, source)
+            if source.is_named or source.path not in found:
+                found[source.path] = source
     return list(found.values())
 
 
