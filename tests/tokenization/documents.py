@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 
@@ -56,13 +57,14 @@ def docx(paragraphs: Sequence[str]) -> bytes:
 
 
 def pdf(pages: Sequence[Sequence[str]]) -> bytes:
-    """Each page is a list of lines."""
+    """Each page is a list of lines; a tab goes to a right column."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
     kids = []
     for lines in pages:
         lefts = [6 * (len(line) - len(line.lstrip())) for line in lines]  # a space indents by 6 points
         moves = [left - before for before, left in zip([0, *lefts], lefts, strict=False)]
         shown = " ".join(f"{move} -14 Td ({line.strip()}) Tj" for move, line in zip(moves, lines, strict=True))
+        shown = re.sub(r"\t([^)]*)\) Tj", r") Tj 260 0 Td (\1) Tj -260 0 Td", shown)
         stream = f"BT /F1 12 Tf 14 TL 72 720 Td {shown} ET" if lines else ""
         objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
         resources = "<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tokenize_local_bpe
-from tests.tokenization.documents import archive, docx, epub
+from tests.tokenization.documents import archive, docx, epub, pdf
 from tests.tokenization.test_extract import CHAT, documents, folder, mail, report, tokenize
 from tokenization import corpus
 from tokenization.encodings import count_errors
@@ -267,6 +267,17 @@ def test_the_posts_of_a_saved_forum_are_read(folder: Path) -> None:
     page = "".join(f'<div class="comment-body"><p>{post} It goes on for a while.</p></div>' for post in posts)
     (folder / "a.html").write_text(f"<html><body><article><p>One question?</p></article>{page}</body></html>")
     assert tokenize() == 0 and all(post in documents()[0] for post in posts)
+
+
+@pytest.mark.extras("pypdfium2")
+def test_columns_of_a_pdf_are_read_one_after_the_other(folder: Path) -> None:
+    lines = [sentences(1, seed)[0][:30].strip() for seed in range(24)]
+    rows = [f"{left}\t{right}" for left, right in zip(lines[:12], lines[12:], strict=True)]
+    (folder / "a.pdf").write_bytes(pdf([rows]))
+    (folder / "b.pdf").write_bytes(pdf([["A heading over both of the columns", *rows[:10]]]))
+    assert tokenize() == 0
+    columns, headed = (" ".join(document.split()) for document in documents())
+    assert columns == " ".join(lines) and headed.endswith(" ".join([*lines[:10], *lines[12:22]]))
 
 
 def test_messages_that_outlook_quotes_are_learned_once(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, BinaryIO, NamedTuple
 
 from tokenization.corpus import UnreadableError
@@ -13,6 +13,7 @@ from tokenization.corpus import UnreadableError
 HYPHEN_MARK = "\ufffe"  # pdfium's mark for a hyphen at a line end, where it joins the halves
 MIN_CHARACTERS_PER_PAGE = 20  # a scan has none, or only the scanner's mark
 EDGE_LINES = 2  # lines of a page that may be its header or footer
+JUDGED_LINES = 10  # at the top of a page, which show whether it has columns
 NEARBY_PAGES = (-2, -1, 1, 2)  # offsets of pages that may repeat it
 INDENT_RANGE = (0.5, 3.0)  # relative to the height of a line
 PARAGRAPH_DISTANCE = 1.4  # relative to the usual distance of lines
@@ -49,17 +50,48 @@ def read_pdf(file: BinaryIO) -> Iterator[str]:
 
 
 def read_lines(page: Any) -> list[Line]:
-    """Return the lines of a page in reading order, as pdfium finds it."""
-    lines, start = [], 0
+    """Return the lines of a page in reading order, as pdfium finds it, but one column after the other."""
+    spans, start = [], 0  # (index of its first character, text)
     for text in page.get_text_range().split("\r\n"):
         if stripped := text.strip():
-            first = start + text.index(stripped[0])
-            left, bottom, _, top = page.get_charbox(first, loose=True)
-            _, last, right, _ = page.get_charbox(first + len(stripped) - 1, loose=True)
-            height = max(1.0, top - bottom)
-            lines.append(Line(stripped.replace(HYPHEN_MARK, ""), left, right, bottom, last, height))
+            spans.append((start + text.index(stripped[0]), stripped))
         start += len(text) + len("\r\n")
-    return lines
+    return [measure_line(page, first, text) for first, text in split_columns(page, spans)]
+
+
+def measure_line(page: Any, first: int, text: str) -> Line:
+    left, bottom, _, top = page.get_charbox(first, loose=True)
+    _, last, right, _ = page.get_charbox(first + len(text) - 1, loose=True)
+    return Line(text.replace(HYPHEN_MARK, ""), left, right, bottom, last, max(1.0, top - bottom))
+
+
+def split_columns(page: Any, spans: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the lines of a page, those of the right column last if most lines go across both, which begin at one
+    place."""
+    if sum(bool(find_gap(page, *span)) for span in spans[:JUDGED_LINES]) <= min(JUDGED_LINES, len(spans)) / 2:
+        return spans
+    gaps = [find_gap(page, *span) for span in spans]
+    places = [page.get_charbox(first + gap)[0] for (first, _), gap in zip(spans, gaps, strict=True) if gap]
+    gutter = median(places) - 1
+    if sum(abs(place - gutter) < 3 for place in places) < len(spans) / 2:
+        return spans
+    left, right = [], []
+    for (first, text), gap in zip(spans, gaps, strict=True):
+        if gap:
+            left.append((first, text[:gap].rstrip()))
+            right.append((first + gap, text[gap:]))
+        else:
+            (right if page.get_charbox(first)[0] >= gutter else left).append((first, text))
+    return left + right
+
+
+def find_gap(page: Any, first: int, text: str) -> int:
+    """Return the index of the text after a space that is wider than the line is high; 0 if there is none."""
+    for space in (place for place, letter in enumerate(text) if letter == " "):
+        _, bottom, end, top = page.get_charbox(first + space - 1, loose=True)
+        if page.get_charbox(first + space + 1, loose=True)[0] - end > top - bottom:
+            return space + 1
+    return 0
 
 
 def remove_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
