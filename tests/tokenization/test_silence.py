@@ -330,6 +330,14 @@ def test_slack_is_a_chat_with_names_or_refused(folder: Path) -> None:
 
 
 @pytest.mark.extras("pypandoc")
+def test_words_with_furigana_are_kept(folder: Path) -> None:
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    ruby = f"<w:ruby><w:rt>{run.format('とこ')}</w:rt><w:rubyBase>{run.format('寝床')}</w:rubyBase></w:ruby>"
+    (folder / "a.docx").write_bytes(docx([f"その</w:t></w:r><w:r>{ruby}</w:r><w:r><w:t>に"]))
+    assert tokenize() == 0 and documents() == ["その寝床に"]
+
+
+@pytest.mark.extras("pypandoc")
 def test_a_part_of_a_latex_project_has_the_commands_of_its_main_file(folder: Path) -> None:
     (folder / "chapters").mkdir()
     (folder / "main.tex").write_text(

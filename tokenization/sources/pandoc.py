@@ -7,14 +7,17 @@ process that starts it.
 from __future__ import annotations
 
 import functools
+import io
 import re
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tokenization.corpus import Source, UnreadableError, read_beside
 from tokenization.encodings import decode
+from tokenization.sources.archives import open_zip
 
 FORMATS = {
     ".docx": "docx",
@@ -36,6 +39,8 @@ NUMBERED = re.compile(rb"\\u(-?\d+) ?(?:\\'[0-9a-fA-F]{2}|[^\\{}])")
 
 DOCUMENT_CLASS = re.compile(rb"^[ \t]*\\documentclass\b", re.M)
 MACRO = re.compile(rb"^[ \t]*\\(?:(?:re)?newcommand|providecommand|def|DeclareMathOperator)\b.*", re.M)
+
+RUBY = re.compile(rb"<w:ruby>.*?<w:rubyBase>(.*?)</w:rubyBase>\s*</w:ruby>", re.S)  # furigana; its group is a run
 
 
 def build_reader(suffix: str) -> Callable[[BinaryIO], Iterator[str]]:
@@ -81,7 +86,16 @@ def convert_to_unicode(content: bytes, form: str) -> bytes:
             raise UnreadableError("its letters are in an old code page; save it again as .docx")
         return numbered
     if form in ("docx", "odt"):
-        return content
+        return remove_readings(content) if b"word/document.xml" in content else content
     declared = XML_DECLARATION.search(content[:200])
     text = decode(content, declared[1].decode() if declared else "")
     return re.sub(r"^\s*<\?xml[^>]*\?>", "", text).encode()
+
+
+def remove_readings(content: bytes) -> bytes:
+    """Return a Word file without furigana, because pandoc drops the words under them."""
+    made = io.BytesIO()
+    with open_zip(io.BytesIO(content)) as archive, zipfile.ZipFile(made, "w") as without:
+        for info in archive.infolist():
+            without.writestr(info, RUBY.sub(rb"</w:r>\1<w:r>", archive.read(info)))
+    return made.getvalue()
