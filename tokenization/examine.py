@@ -35,22 +35,11 @@ SIGNS = (
     Sign("dates or times before lines", r"^\W{0,3}\d{1,4}[./:-]\d{1,2}(?:[./:-]\d{1,4})?\b.*$", 0.1, "remove them"),
     Sign("quoted mail", r"^(?:> ?.*|(?:From|Sent|To|Cc|Subject|Date): .*|On .* wrote:)$", 0.05, "save it as .mbox"),
     Sign("cells of a table", r"\t[^\t\n]*\t.*", 0.3, "save it as .tsv"),
-    Sign(
-        "licences",
-        r"[PCA](?:roject Gutenberg|reative Commons|ll rights|ermission is hereby).*",
-        0.01,
-        "try --dedup exact",
-    ),
+    Sign("licences", r"[PCA](?:roject Gutenberg|reative Commons|ll rights|ermission is).*", 0.01, "try --dedup exact"),
     Sign("readings", r"《[^》\n]{1,20}》|［＃[^］\n]*］", 0.005, "remove them"),
     Sign("ligatures", LIGATURES, 0.0005, "`pip install ftfy` splits them"),
     Sign("mojibake", MOJIBAKE, 0.001, "`pip install ftfy` repairs it"),
-    Sign(
-        "lines broken inside sentences",
-        r"^.{50,90}\n(?=[^\W\d_A-Z])",
-        0.5,
-        "join them, or it learns to break lines",
-        1.0,
-    ),
+    Sign("lines broken inside sentences", r"^.{50,90}\n(?=[^\W\d_A-Z])", 0.5, "join them, or they are learned", 1.0),
 )
 REPEATED = Sign("the same lines again and again", "", 0.1, "try --dedup exact", 1.0)
 BY_NAME = {sign.name: sign for sign in (*SIGNS, REPEATED)}

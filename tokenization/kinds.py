@@ -9,30 +9,23 @@ import os
 import re
 
 PLAIN_SUFFIXES = (".txt", ".md", ".jsonl")
-BOOK_SUFFIXES = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml", ".srt", ".vtt")
-MARKUP_SUFFIXES = (".tex", ".ipynb", ".fb2", ".org", ".rst")
-TABLE_SUFFIXES = (".csv", ".tsv", ".parquet", ".arrow", ".json")
-TEXT_SUFFIXES = (*PLAIN_SUFFIXES, *BOOK_SUFFIXES, *MARKUP_SUFFIXES, *TABLE_SUFFIXES, ".zip")
+DOCUMENT_SUFFIXES = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml", ".srt", ".vtt")
+MARKUP_SUFFIXES = (".tex", ".ipynb", ".fb2", ".org", ".rst", ".csv", ".tsv", ".parquet", ".arrow", ".json", ".zip")
+TEXT_SUFFIXES = (*PLAIN_SUFFIXES, *DOCUMENT_SUFFIXES, *MARKUP_SUFFIXES)
 OTHER_SUFFIXES = {".markdown": ".md", ".docm": ".docx", ".xhtml": ".html", ".tab": ".tsv"}
 SNIFFED_BYTES = 4096
 UNKNOWN_SUFFIX = "not text, by its name"
-DOCX, PDF, CSV, EPUB, UNPACK = (
-    "save it as .docx",
-    "save it as .pdf",
-    "save it as .csv",
-    "convert it to .epub",
-    "unpack it",
-)
-# Unsupported documents, and what to do with them: by name, and by the first bytes.
+UNPACK = "unpack it"
+# Unsupported documents, and what to do with them.
 ADVICE = {
-    (".doc", ".wpd", ".wps", ".pages"): DOCX,
-    (".ppt", ".pptx", ".odp", ".key"): PDF,
-    (".xls", ".xlsx", ".ods", ".numbers"): CSV,
-    (".mobi", ".azw", ".azw3", ".lit"): EPUB,
+    (".doc", ".wpd", ".wps", ".pages"): "save it as .docx",
+    (".ppt", ".pptx", ".odp", ".key"): "save it as .pdf",
+    (".xls", ".xlsx", ".ods", ".numbers"): "save it as .csv",
+    (".mobi", ".azw", ".azw3", ".lit"): "convert it to .epub",
     (".djvu", ".ps", ".xps"): "convert it to .pdf",
-    (".zip", ".rar", ".7z", ".tar", ".tgz", ".bz2", ".xz"): UNPACK,
+    (".rar", ".7z", ".tar", ".tgz", ".bz2", ".xz"): UNPACK,
 }
-SIGNATURES = (
+SIGNATURES = (  # first bytes, and the kind, or why it is not read
     (rb"%PDF-", ".pdf"),
     (rb"\{\\rtf", ".rtf"),
     (rb"PAR1", ".parquet"),
@@ -40,13 +33,13 @@ SIGNATURES = (
     (rb"PK\x03\x04.*?mimetypeapplication/epub", ".epub"),
     (rb"PK\x03\x04.*?mimetypeapplication/vnd.oasis.opendocument.text", ".odt"),
     (rb"PK\x03\x04.*?word/", ".docx"),
-    (rb"PK\x03\x04.*?xl/|PK\x03\x04.*?opendocument.spreadsheet", CSV),
-    (rb"PK\x03\x04.*?ppt/|PK\x03\x04.*?opendocument.presentation", PDF),
+    (rb"PK\x03\x04.*?(?:xl/|opendocument.spreadsheet)", ".xlsx"),
+    (rb"PK\x03\x04.*?(?:ppt/|opendocument.presentation)", ".pptx"),
     (rb"PK\x03\x04.*?collection\.anki", "an Anki deck; export its notes as text"),
     (rb"PK(?:\x03\x04|\x05\x06)", ".zip"),
     (rb"\xd0\xcf\x11\xe0", "it has a password, or an older format than its name says; save it again as .docx"),
-    (rb".{60}(?:BOOKMOBI|TEXtREAd)", EPUB),
-    (rb"Rar!|7z\xbc\xaf|\xfd7zXZ|BZh\d1AY|.{257}ustar", UNPACK),
+    (rb".{60}(?:BOOKMOBI|TEXtREAd)", ".mobi"),
+    (rb"Rar!|7z\xbc\xaf|\xfd7zXZ|BZh\d1AY|.{257}ustar", ".7z"),
     (rb"SQLite format 3", "a database; export its texts as .csv"),
 )
 HEADERS = r"(?:>?[A-Za-z][\w-]*:.*\n(?:[ \t].*\n)*)"
@@ -78,22 +71,24 @@ def recognize(beginning: bytes, name: str) -> tuple[str, str]:
     suffix = os.path.splitext(name.lower())[1]
     suffix = OTHER_SUFFIXES.get(suffix, suffix)
     known = suffix if suffix in TEXT_SUFFIXES else ""
-    advice = next((advice for suffixes, advice in ADVICE.items() if suffix in suffixes and not known), "")
-    for signature, kind in SIGNATURES:
-        if re.match(signature, beginning, re.S):
-            if kind == ".zip":
-                return (known if known in (".epub", ".docx", ".odt") else ".zip", advice)
-            return (kind, "") if kind.startswith(".") else ("", kind)
     text = decode_beginning(beginning)
-    if JSON_BEGINNING.match(text):
-        return known if known in (".json", ".jsonl", ".ipynb") else choose_json(text), ""
-    for pattern, kind in BEGINNINGS:
-        if re.match(pattern, text):
-            return (kind, "") if kind.startswith(".") else ("", kind)
+    kind = next((kind for signature, kind in SIGNATURES if re.match(signature, beginning, re.S)), "")
+    if kind == ".zip" and suffix != kind:  # a document whose parts are in another order
+        kind = known if suffix in (".epub", ".docx", ".odt") else suffix if advise(suffix) else kind
+    elif not kind and JSON_BEGINNING.match(text):
+        kind = suffix if suffix in (".json", ".jsonl", ".ipynb") else choose_json(text)
+    kind = kind or next((kind for pattern, kind in BEGINNINGS if re.match(pattern, text)), "")
     root = re.match(rf"{XML_BEGINNING}<([a-z][\w:.-]*)", text)
-    if root and (text.startswith("<?xml") or suffix == ".xml"):
-        return "", f"XML (<{root[1]}>), whose meaning is not known; extract its texts as .txt or .jsonl"
-    return known, advice
+    if not kind and root and (text.startswith("<?xml") or suffix == ".xml"):
+        kind = f"XML (<{root[1]}>), whose meaning is not known; extract its texts as .txt or .jsonl"
+    if kind and not kind.startswith("."):
+        return "", kind
+    kind = kind or suffix
+    return (kind, "") if kind in TEXT_SUFFIXES else ("", advise(kind))
+
+
+def advise(suffix: str) -> str:
+    return next((advice for suffixes, advice in ADVICE.items() if suffix in suffixes), "")
 
 
 def decode_beginning(beginning: bytes) -> str:
