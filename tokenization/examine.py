@@ -17,6 +17,16 @@ MIN_LINE, MIN_REPEATS = 10, 5  # characters and occurrences of a repeated line
 EXAMPLE_LETTERS = 60
 LIGATURES, MOJIBAKE = r"[\ufb00-\ufb06]", r"[ÂÃâÐÑ][\u0080-\u00bf€‚„…†‡‰Š‹ŒŽ’“”•–—™š›œžŸ]+"
 
+# Tags, entities, links and templates of wikis, commands of LaTeX.
+MARKUP = "|".join(
+    (
+        r"<[a-zA-Z!?/][^<>\n]{0,300}>",
+        r"&(?:[a-zA-Z]{2,8}|#x?[0-9a-fA-F]{2,6});",
+        r"\[\[[^\]\n]*\]\]|\{\{[^}\n]*\}\}|\\[a-zA-Z]+\{",
+    )
+)
+NUMBERED = r"^\W{0,3}\d{1,4}[./:-]\d{1,2}(?:[./:-]\d{1,4})?\b.*$|^.{0,40}\b\d{1,2}:\d\d(?::\d\d)?\W*$"
+
 
 class Sign(NamedTuple):
     """Something that people do not write, or not so often."""
@@ -29,12 +39,14 @@ class Sign(NamedTuple):
 
 
 SIGNS = (
-    Sign("markup", r"<[a-zA-Z!?/][^<>\n]{0,300}>|&(?:[a-zA-Z]{2,8}|#x?[0-9a-fA-F]{2,6});", 0.01, "save it as .html"),
-    Sign("JSON", r'^[ \t]*[{\[]*[ \t]*"[^"\n]{1,60}"[ \t]*:.*$', 0.02, "save it as .jsonl"),
+    Sign("markup", MARKUP, 0.01, "save it as the file that it is, such as .html or .tex"),
+    Sign("JSON", r"""^[ \t]*[{\[]*[ \t]*(["'])[^"'\n]{1,60}\1[ \t]*:.*$""", 0.02, "save it as .jsonl"),
     Sign("base64", r"[A-Za-z0-9+/]{60,}", 0.01, "remove it"),
-    Sign("dates or times before lines", r"^\W{0,3}\d{1,4}[./:-]\d{1,2}(?:[./:-]\d{1,4})?\b.*$", 0.1, "remove them"),
+    Sign("dates, times or numbers before lines", NUMBERED, 0.05, "remove them"),
     Sign("quoted mail", r"^(?:> ?.*|(?:From|Sent|To|Cc|Subject|Date): .*|On .* wrote:)$", 0.05, "save it as .mbox"),
-    Sign("cells of a table", r"\t[^\t\n]*\t.*", 0.3, "save it as .tsv"),
+    Sign("cells of a table", r"\t[^\t\n]*\t.*|(?<=\S) {3}.*", 0.3, "save it as .tsv"),
+    Sign("symbols", r"[/\\|=_~^*#@{}\[\]$%+]", 0.06, "look whether they belong to the text", 1.0),
+    Sign("divided words", r"-\n[^\W\d_A-Z]\w*", 0.002, "join them"),
     Sign("licences", r"[PCA](?:roject Gutenberg|reative Commons|ll rights|ermission is).*", 0.01, "try --dedup exact"),
     Sign("readings", r"《[^》\n]{1,20}》|［＃[^］\n]*］", 0.005, "remove them"),
     Sign("ligatures", LIGATURES, 0.0005, "`pip install ftfy` splits them"),

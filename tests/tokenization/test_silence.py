@@ -188,7 +188,7 @@ HABITS = {
     "markup": [f"<p class='quotation' id='p' lang='en'>{text}</p>" for text in sentences(40)],
     "JSON": [f'  "caption": "{text}",' for text in sentences(40)],
     "base64": [base64.b64encode(text.encode() * 2).decode() for text in sentences(40)],
-    "dates or times before lines": [f"10:{i:02d} {text}" for i, text in enumerate(sentences(40))],
+    "dates, times or numbers before lines": [f"10:{i:02d} {text}" for i, text in enumerate(sentences(40))],
     "quoted mail": [f"> {text}" for text in sentences(40)],
     "cells of a table": [f"{text}\t{text}\t{i}" for i, text in enumerate(sentences(40))],
     "licences": [f"Project Gutenberg {text}" for text in sentences(40)],

@@ -12,17 +12,20 @@ from tokenization.documents import BadRecord, find_text_key
 
 Row = dict[str, Any]
 MAX_CELL_CHARACTERS = 1_000_000_000
+MAX_NAME_CHARACTERS = 60  # of a column
 PARQUET_BATCH_ROWS = 64  # a row may be a book
 
 
 def read_csv(file: BinaryIO) -> Iterator[Row | BadRecord]:
-    """Yield the rows of a UTF-8 file. The separator is the most frequent of comma, semicolon and tab in the first
-    line."""
+    """Yield the rows of a UTF-8 file. The separator is the most frequent of comma, semicolon, tab and bar in
+    the first line, which names the columns."""
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     header = text.readline()
-    separator = max(",;\t", key=header.count)
+    separator = max(",;\t|", key=header.count)
     names = next(csv.reader([header], delimiter=separator), [])
+    if any(len(name) > MAX_NAME_CHARACTERS for name in names):
+        raise UnreadableError("its first line is a text, but should name the columns")
     rows = csv.reader(text, delimiter=separator, strict=True)
     while True:
         try:
