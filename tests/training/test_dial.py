@@ -245,16 +245,16 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     out = capsys.readouterr().out
     assert "This run is finished" in out and "Choice" not in out
 
-    chosen["config"]["eval_interval"] = 7  # by hand
+    chosen["config"]["eval_interval"] = 1003  # by hand
     for forecast in (None, [], "x", {"loss": 1}, {"bits_per_byte": 10**400}):
         (run / "config.json").write_text(json.dumps({**chosen, "forecast": forecast}))
-        assert choice(argv).eval_interval == 7 and choice(argv).forecast is None
+        assert choice(argv).eval_interval == 1003 and choice(argv).forecast is None
     (run / "config.json").write_text(json.dumps(chosen))
-    assert choice(argv).eval_interval == 7
+    assert choice(argv).eval_interval == 1003
     assert choice([*argv, "--eval_interval", "9"]).eval_interval == 9
     shutil.rmtree(run)  # with its machine
     kept = choice(argv)
-    assert kept.values() == choice([*argv]).values() and kept.eval_interval != 7
+    assert kept.values() == choice([*argv]).values() and kept.eval_interval != 1003
     assert kept.forecast and kept.forecast.bits_per_byte == expected
     assert "Choice" not in capsys.readouterr().out
     assert "Choice" in (choice([*argv, "--resume", "never"]) and capsys.readouterr().out)
