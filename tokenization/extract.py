@@ -60,7 +60,7 @@ from tokenization.sources.tables import Row, read_arrow, read_csv, read_parquet
 READERS_VERSION = 3  # raise it when readers change, so that older extracted files are not used
 CLEANER_SAMPLE_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
 MAX_CLEANED_BYTES = 50_000_000  # a longer text stays as it is
-MAX_JUDGED_ROWS, MAX_JUDGED_LETTERS = 1000, 10_000_000  # at the beginning of a table, where its text is looked for
+MAX_JUDGED_ROWS = 1000  # at the beginning of a table, whose columns are compared
 MAX_DOCUMENT_CHARACTERS = 5_000_000  # a longer document is split
 SEPARATOR_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
 STREAMED_SUFFIXES = (".parquet", ".arrow")  # read in parts on the hub; other files are copied first
@@ -414,21 +414,16 @@ def write_lines(source: Source, note: str, settings: Settings, documents: Iterab
 def read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iterator[str | BadRecord]:
     """Yield documents, and the texts of rows: those of the named column, of conversations, or of the only column with
     texts, if it holds most of the letters. Raises UnreadableError if no column fits."""
-    rest, first, letters = iter(documents), list[str | Row | BadRecord](), Counter[str]()
-    while (
-        letters.total() < MAX_JUDGED_LETTERS and len(first) < MAX_JUDGED_ROWS and (more := next(rest, None)) is not None
-    ):
-        first.append(more)
-        if isinstance(more, dict):
-            letters.update({name: sum(map(str.isalpha, str(value))) for name, value in more.items()})
-    rows = [row for row in first if isinstance(row, dict)]
-    column = find_text_key(rows[0], text_key) if rows else None
-    if rows and column is None and not is_conversation(rows[0], text_key):
-        named = {name for row in rows for name, value in row.items() if isinstance(value, str) and not is_number(value)}
-        column = named.pop() if len(named) == 1 else None
-        if column is None or letters[column] < letters.total() / 2:
-            names = ", ".join(map(str, rows[0]))
-            raise UnreadableError(f'it has no column "{text_key}". Columns: {names}. Choose one with --text_key')
+    rest, first, column = iter(documents), list[str | Row | BadRecord](), None
+    for document in rest:
+        first.append(document)
+        if not isinstance(document, BadRecord):
+            break
+    if first and isinstance(row := first[-1], dict) and not is_conversation(row, text_key):
+        column = find_text_key(row, text_key)
+        if column is None:
+            first += itertools.islice(rest, MAX_JUDGED_ROWS)
+            column = find_only_text([row for row in first if isinstance(row, dict)], text_key)
     for number, row in enumerate(itertools.chain(first, rest), 1):
         if isinstance(row, BadRecord):
             yield row
@@ -451,6 +446,19 @@ def read_row(row: Row, column: str | None, text_key: str) -> list[str]:
     if not isinstance(value, str | None):
         raise ValueError(f'its "{column}" is of type {type(value).__name__}, not a text')
     return [value or ""]
+
+
+def find_only_text(rows: Sequence[Row], text_key: str) -> str:
+    """Return the only column with texts that are not numbers. Raises UnreadableError if it has few of the letters."""
+    letters, texts = Counter[str](), set[str]()
+    for name, value in (pair for row in rows for pair in row.items()):
+        letters[name] += sum(map(str.isalpha, str(value)))
+        if isinstance(value, str) and not is_number(value):
+            texts.add(name)
+    if len(texts) != 1 or 2 * letters[min(texts)] < letters.total():
+        names = ", ".join(map(str, rows[0]))
+        raise UnreadableError(f'it has no column "{text_key}". Columns: {names}. Choose one with --text_key')
+    return texts.pop()
 
 
 def is_number(value: str) -> bool:

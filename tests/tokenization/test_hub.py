@@ -152,7 +152,7 @@ def test_without_a_network_it_says_so(hub: Hub) -> None:
 
 
 def train(hub: Hub, *flags: str) -> subprocess.CompletedProcess[str]:
-    quick = ["--minutes", "0.4", "--epochs", "1", "--device", "cpu", "--compile", "off", "--threads", "1"]
+    quick = ["--minutes", "0.8", "--epochs", "1", "--device", "cpu", "--compile", "off", "--threads", "1"]
     return run(hub, "train_colab_mmap.py", *quick, *flags)
 
 
