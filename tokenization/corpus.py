@@ -35,7 +35,7 @@ except ImportError:
     except ImportError:
         zstd = None
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES, JUDGED_BYTES = 1 << 18, 1 << 16
 PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
 MAX_UNPACK_RATIO = 200  # unpacked bytes per packed byte: about ten for text, a thousand for a zip bomb
 ALWAYS_ALLOWED_BYTES = 10_000_000  # any file may unpack to this size
@@ -69,7 +69,6 @@ class Source:
     left_out: str = ""  # records left out, and why
     is_named: bool = True  # by its path or a pattern, not only by a folder
     signs: str = ""  # that it is not what somebody wrote; see examine.py
-    inline_marks: int = 0  # occurrences of <|endoftext|> inside lines
 
     @property
     def file_name(self) -> str:
@@ -352,16 +351,18 @@ def read_text_blocks(source: Source) -> Iterator[bytes]:
     """Yield the unpacked bytes of a file. Raises DataError if the first block is not UTF-8 text."""
     for number, block in enumerate(read_blocks(source)):
         if number == 0:
-            require_text(source, block)
+            require_text(source, block[:JUDGED_BYTES])
         yield block
 
 
 def require_text(source: Source, beginning: bytes) -> None:
-    """Raise DataError if a file begins with NUL bytes or in UTF-16."""
+    """Raise DataError if a file begins with NUL bytes, in UTF-16 or in the Japanese encoding that looks like ASCII."""
     # In UTF-16, one byte of each space and line break is zero, always at even or always at odd offsets.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "UTF-16"
+    elif b"\x1b$" in beginning:
+        encoding = "iso2022_jp"
     elif (high + low) * 100 <= len(beginning):
         return
     elif min(high, low) * 10 > max(high, low):
@@ -369,11 +370,13 @@ def require_text(source: Source, beginning: bytes) -> None:
     else:
         encoding = "UTF-16BE" if high > low else "UTF-16LE"
     message = f"{source.place} is {encoding}, not UTF-8 text."
-    raise NotUTF8Error(message, beginning, encoding if encoding == "UTF-16" else None)
+    raise NotUTF8Error(message, beginning, encoding if encoding in ("UTF-16", "iso2022_jp") else None)
 
 
 def remove_invisible(text: str) -> str:
     """Remove byte order marks, which concatenated files have inside, and marks of places to divide a word."""
+    if text.isascii():
+        return text
     return text.replace("\ufeff", "").replace("\u00ad", "").replace("\u200b", "")
 
 

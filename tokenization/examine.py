@@ -9,23 +9,29 @@ from typing import NamedTuple
 from tokenization.corpus import UnreadableError
 from tokenization.settings import DOCUMENT_SEPARATOR
 
-EXAMINED, EVERY = 1 << 15, 1 << 18  # characters: so many are examined of so many, which is fast and finds a habit
+# Four pieces of each block of text are examined, which is fast and finds a habit.
+BLOCK_CHARACTERS, PIECES, PIECE_CHARACTERS = 1 << 18, 4, 1 << 11
 MIN_CHARACTERS = 1000  # a shorter text shows no habit
 MAX_BROKEN_SHARE = 0.01
 BROKEN_CHARACTER = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ufffd]")  # control or undecodable
 MIN_LINE, MIN_REPEATS = 10, 5  # characters and occurrences of a repeated line
 EXAMPLE_LETTERS = 60
 LIGATURES, MOJIBAKE = r"[\ufb00-\ufb06]", r"[ÂÃâÐÑ][\u0080-\u00bf€‚„…†‡‰Š‹ŒŽ’“”•–—™š›œžŸ]+"
+SIGNS_IN_WORDS = r"[¡-©«¬®-´¶¸¹»-¿](?<=[^\W\d_].)(?=[^\W\d_])"
+# What stands in the same order at the beginning of many lines: dates, numbers, columns and labels.
+HEAD_CHARACTERS, HEAD_MARKS, HEAD_MARK = 40, 3, re.compile(r"\d+|[\[\]|\t]")
 
-# Tags, entities, links and templates of wikis, commands of LaTeX.
+# Tags, entities, links and templates of wikis, tags of forums, commands of LaTeX.
 MARKUP = "|".join(
     (
         r"<[a-zA-Z!?/][^<>\n]{0,300}>",
         r"&(?:[a-zA-Z]{2,8}|#x?[0-9a-fA-F]{2,6});",
-        r"\[\[[^\]\n]*\]\]|\{\{[^}\n]*\}\}|\\[a-zA-Z]+\{",
+        r"\[\[[^\]\n]*\]\]|\{\{[^}\n]*\}\}|\[/[a-z]+\]|\[[a-z]+=[^\]\n]*\]|\\[a-zA-Z]+\{",
     )
 )
-NUMBERED = r"^\W{0,3}\d{1,4}[./:-]\d{1,2}(?:[./:-]\d{1,4})?\b.*$|^.{0,40}\b\d{1,2}:\d\d(?::\d\d)?\W*$"
+INLINE_SEPARATOR = r"<\|endoftext\|>(?:(?<=.<\|endoftext\|>)|(?=.))"
+LICENCE = r"(?:Project Gutenberg(?:™|-tm|(?:'s)? Lic| Lit)|Creative Commons|All rights reserved|Permission is hereby).*"
+JSON_FIELD = r"""^[ \t]*[{\[]*[ \t]*(["'])[\w $.@-]{1,40}\1[ \t]*:[ \t]*["'{\[\dtfn-].*$"""
 
 
 class Sign(NamedTuple):
@@ -35,30 +41,38 @@ class Sign(NamedTuple):
     pattern: str
     hurts_from: float  # share of the characters
     advice: str
-    left_out_from: float = 0.3
+    left_out_from: float = 0.3  # above 1: never
 
 
 SIGNS = (
-    Sign("markup", MARKUP, 0.01, "save it as the file that it is, such as .html or .tex"),
-    Sign("JSON", r"""^[ \t]*[{\[]*[ \t]*(["'])[^"'\n]{1,60}\1[ \t]*:.*$""", 0.02, "save it as .jsonl"),
+    Sign("markup", MARKUP, 0.01, "remove it, or save it as the file that it is, such as .html or .tex"),
+    Sign("JSON", JSON_FIELD, 0.1, "save it as .jsonl"),
     Sign("base64", r"[A-Za-z0-9+/]{60,}", 0.01, "remove it"),
-    Sign("dates, times or numbers before lines", NUMBERED, 0.05, "remove them"),
     Sign("quoted mail", r"^(?:> ?.*|(?:From|Sent|To|Cc|Subject|Date): .*|On .* wrote:)$", 0.05, "save it as .mbox"),
-    Sign("cells of a table", r"\t[^\t\n]*\t.*|(?<=\S) {3}.*", 0.3, "save it as .tsv"),
-    Sign("symbols", r"[/\\|=_~^*#@{}\[\]$%+]", 0.06, "look whether they belong to the text", 1.0),
+    Sign("cells of a table", r"(?:\t(?<=\S\t)[^\t\n]+\t|   (?<=\S   )).*", 0.3, "save it as .tsv"),
+    Sign("symbols", r"[/\\|=_~^*#@{}\[\]$%+]", 0.06, "look whether they belong to the text", 2),
     Sign("divided words", r"-\n[^\W\d_A-Z]\w*", 0.002, "join them"),
-    Sign("licences", r"[PCA](?:roject Gutenberg|reative Commons|ll rights|ermission is).*", 0.01, "try --dedup exact"),
+    Sign("licences", LICENCE, 0.01, "try --dedup exact"),
     Sign("readings", r"《[^》\n]{1,20}》|［＃[^］\n]*］", 0.005, "remove them"),
     Sign("ligatures", LIGATURES, 0.0005, "`pip install ftfy` splits them"),
-    Sign("mojibake", MOJIBAKE, 0.001, "`pip install ftfy` repairs it"),
-    Sign("lines broken inside sentences", r"^.{50,90}\n(?=[^\W\d_A-Z])", 0.5, "join them, or they are learned", 1.0),
+    Sign("mojibake", rf"{MOJIBAKE}|{SIGNS_IN_WORDS}", 0.001, "try `pip install ftfy`, or save it again as UTF-8"),
+    Sign(
+        "separators inside lines",
+        INLINE_SEPARATOR,
+        0,
+        f"to separate documents, put {DOCUMENT_SEPARATOR} on its own line",
+        2,
+    ),
+    Sign("lines broken inside sentences", r"^.{50,90}\n(?=[^\W\d_A-Z])", 0.5, "join them, or they are learned", 2),
 )
-REPEATED = Sign("the same lines again and again", "", 0.1, "try --dedup exact", 1.0)
-BY_NAME = {sign.name: sign for sign in (*SIGNS, REPEATED)}
+REPEATED = Sign("the same lines again and again", "", 0.1, "remove them, or long paragraphs by --dedup exact", 2)
+HEADS = Sign("lines that begin with a date, a time or a name", "", 0.15, "remove what people did not write", 0.6)
+LABELS = Sign("lines that begin with a number or a label", "", 0.3, "remove what people did not write", 2)
+BY_NAME = {sign.name: sign for sign in (*SIGNS, REPEATED, HEADS, LABELS)}
 
 
 class Finding(NamedTuple):
-    share: float  # of the characters
+    share: float  # of the characters, or of the lines
     example: str
     sign: Sign
 
@@ -85,48 +99,74 @@ class Examination:
         self.size = self.characters = self.broken = 0
         self.found: Counter[Sign] = Counter()
         self.lines: Counter[str] = Counter()
+        self.heads: Counter[str] = Counter()
+        self.head_examples: dict[str, str] = {}
         self.examples: dict[Sign, str] = {}
 
     def add(self, text: str) -> str:
         """Return the text itself."""
-        for start in range(0, len(text), EVERY):
-            self.waiting.append(text[start : start + EXAMINED])
-            self.size += min(EVERY, len(text) - start)
-            if self.size >= EVERY:
+        for start in range(0, len(text), BLOCK_CHARACTERS):
+            block = text[start : start + BLOCK_CHARACTERS]
+            self.waiting.append(block)
+            self.size += len(block)
+            if self.size >= BLOCK_CHARACTERS:
                 self.examine_waiting()
         return text
 
     def examine_waiting(self) -> None:
-        text = "\n".join(self.waiting)[:EXAMINED]
+        text = choose_pieces("\n".join(self.waiting))
         self.waiting, self.size = [], 0
         self.characters += len(text)
         self.broken += len(BROKEN_CHARACTER.findall(text))
         for sign in SIGNS:
             for match in re.finditer(sign.pattern, text, re.M):
                 self.found[sign] += len(match[0])
-                self.examples.setdefault(sign, match[0])
-        self.lines.update(line for line in text.split("\n") if len(line) >= MIN_LINE and line != DOCUMENT_SEPARATOR)
+                start = match.start() if len(match[0]) > 2 else max(0, match.start() - EXAMPLE_LETTERS // 2)
+                self.examples.setdefault(sign, text[start : start + EXAMPLE_LETTERS])
+        for line in text.split("\n"):
+            if line.strip() and line != DOCUMENT_SEPARATOR:
+                marks = HEAD_MARK.findall(line.strip()[:HEAD_CHARACTERS])[:HEAD_MARKS]
+                head = "".join("0" if mark[0].isdigit() else mark for mark in marks)
+                self.heads[head] += 1
+                self.head_examples.setdefault(head, line)
+                self.lines[line] += len(line) >= MIN_LINE
 
     def finish(self) -> str:
         """Return the findings as text, for a Source. Raises UnreadableError if too many characters are not text."""
-        self.examine_waiting()
+        findings = self.list_findings()
         if self.broken > MAX_BROKEN_SHARE * self.characters:
             share = f"{self.broken / self.characters:.0%}"
             raise UnreadableError(
                 f"{share} of its characters are not text: it is damaged, encrypted or in an unknown encoding"
             )
-        for line, count in self.lines.items():
-            if count >= MIN_REPEATS:
-                self.found[REPEATED] += count * len(line)
-                self.examples.setdefault(REPEATED, line)
+        return findings
+
+    def list_findings(self) -> str:
+        self.examine_waiting()
         if self.characters < MIN_CHARACTERS:
             return ""
-        shares = {sign: count / self.characters for sign, count in self.found.most_common()}
+        shares = {sign: count / self.characters for sign, count in self.found.items()}
+        repeated = {line: count * len(line) for line, count in self.lines.items() if count >= MIN_REPEATS}
+        if repeated:
+            shares[REPEATED] = sum(repeated.values()) / self.characters
+            self.examples[REPEATED] = max(repeated, key=lambda line: repeated[line])
+        for head, count in reversed(self.heads.most_common()):
+            if head and count >= MIN_REPEATS:
+                sign = HEADS if len(head) > 1 else LABELS
+                shares[sign], self.examples[sign] = count / self.heads.total(), self.head_examples[head]
         return "\n".join(
             f"{sign.name}\t{share:.5f}\t{shorten(self.examples[sign])}"
-            for sign, share in shares.items()
+            for sign, share in sorted(shares.items(), key=lambda pair: -pair[1])
             if share >= sign.hurts_from / 10
         )
+
+
+def choose_pieces(block: str) -> str:
+    """Return pieces of a text that begin with lines."""
+    if len(block) <= PIECES * PIECE_CHARACTERS:
+        return block
+    pieces = [block[start : start + PIECE_CHARACTERS] for start in range(0, len(block), len(block) // PIECES)]
+    return "\n".join([pieces[0], *(piece[piece.find("\n") + 1 :] for piece in pieces[1:])])
 
 
 def shorten(example: str) -> str:

@@ -12,7 +12,6 @@ import io
 import itertools
 import json
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +46,7 @@ from tokenization.encodings import count_errors, guess_encoding, has_chardet
 from tokenization.examine import Examination, Finding, read_findings
 from tokenization.isolation import IsolatedReader, Work
 from tokenization.kinds import PLAIN_SUFFIXES, TEXT_SUFFIXES
-from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, HUB, Settings
+from tokenization.settings import EXTRACTED, HUB, Settings
 from tokenization.sources.archives import list_members
 from tokenization.sources.hub import HubSource, find_hub_sources, hub_errors
 from tokenization.sources.mail import read_eml, read_mbox
@@ -57,12 +56,11 @@ from tokenization.sources.pdf import read_pdf
 from tokenization.sources.plain import choose_cleaner, read_subtitles
 from tokenization.sources.tables import Row, read_arrow, read_csv, read_parquet
 
-READERS_VERSION = 3  # raise it when readers change, so that older extracted files are not used
+READERS_VERSION = 4  # raise it when readers or signs change, so that older extracted files are not used
 CLEANER_SAMPLE_CHARACTERS = 20_000  # the beginning of a text, which shows whether it needs cleaning
 MAX_CLEANED_BYTES = 50_000_000  # a longer text stays as it is
 MAX_JUDGED_ROWS = 1000  # at the beginning of a table, whose columns are compared
 MAX_DOCUMENT_CHARACTERS = 5_000_000  # a longer document is split
-SEPARATOR_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
 STREAMED_SUFFIXES = (".parquet", ".arrow")  # read in parts on the hub; other files are copied first
 LINE_SUFFIXES = (*PLAIN_SUFFIXES, ".csv", ".tsv")
 FORMAT_SUFFIXES = {  # the last one, .zip, is not read inside another archive
@@ -492,7 +490,7 @@ def read_up_to_limit(source: Source) -> Iterator[bytes]:
 def convert_encoding(source: Source, settings: Settings) -> Source:
     """Return a UTF-8 source itself, or a file converted to UTF-8. Raises UnreadableError if its encoding cannot be
     guessed, or if it is not text."""
-    size, check, marks = 0, Examination(), 0
+    size, check = 0, Examination()
 
     def on_read(count: int) -> None:
         nonlocal size
@@ -501,9 +499,6 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
     try:
         for text in decode_blocks(source, on_read):
             check.add(text)
-            marks += text.count(DOCUMENT_SEPARATOR) and text.count(DOCUMENT_SEPARATOR) - len(
-                SEPARATOR_LINE.findall(text)
-            )
     except NotUTF8Error as problem:
         encoding, note = problem.encoding or settings.encoding, ""
         errors = 0 if encoding else count_errors(read_blocks(source))
@@ -514,7 +509,7 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
         blocks = reencode(source, encoding, check)
         made = write_extracted(source, source.suffix, blocks, note, encoding, check=check)
         return replace(made, is_converted=True)
-    return replace(source, text_bytes=size, inline_marks=marks, signs=check.finish())
+    return replace(source, text_bytes=size, signs=check.finish())
 
 
 def require_guess(sample: bytes) -> str:

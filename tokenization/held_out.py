@@ -4,8 +4,8 @@ share, copies land in the same split, and adding or removing text moves no other
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
+import string
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +26,7 @@ REPETITIVE_SHARE = 0.5  # text with a smaller share of unique passages is repeti
 MIN_COPIED_SHARE = 0.1  # of a file; a smaller share is not reported
 MAX_LISTED_FILES = 5
 BLANK_LINES, LINE_END = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"\n")
+WHITE_SPACE = string.whitespace.encode()
 
 
 class HeldOut:
@@ -82,13 +83,10 @@ class HeldOut:
             yield passage, is_held
 
     def describe(self) -> str:
-        """Describe the share of the text, and of each file."""
-        sources = list(self.characters)
-        named = sources[:MAX_LISTED_FILES]
-        shares = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in named)
-        others = len(sources) - len(named)
-        more = f"; {others:,} more files in data_report.md" if others else ""
-        text = f"Held out for validation: {self.share:.1%} of the text ({shares}{more})"
+        """Describe the share of the text, and of each file if there are few."""
+        shares = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in self.characters)
+        of_files = f" ({shares})" if 1 < len(self.characters) <= MAX_LISTED_FILES else ""
+        text = f"Held out for validation: {self.share:.1%} of the text{of_files}"
         return text.encode(errors="replace").decode()  # file names may hold any bytes
 
 
@@ -152,17 +150,17 @@ def find_passage_end(text: str, start: int, is_whole: bool) -> int:
     """
     if len(text) - start <= MAX_PASSAGE:
         return len(text) if is_whole and start < len(text) else 0
-    most = start + MAX_PASSAGE
+    limit = start + MAX_PASSAGE
     for paragraph_end in (BLANK_LINES, LINE_END):
-        ends = [match.end() for match in paragraph_end.finditer(text, start + MIN_PASSAGE, most)]
-        if len(ends) > 1:
+        before = end = 0
+        for match in paragraph_end.finditer(text, start + MIN_PASSAGE, limit):
+            before, end = end, match.end()
+            letters = encode_letters(text[before:end]) if before else b""
+            if zlib.crc32(letters) % EXTRA_CHARACTERS < len(letters):
+                return end
+        if before:
             break
-    for before, end in itertools.pairwise(ends):
-        letters = remove_space(text[before:end]).encode()
-        if zlib.crc32(letters) % EXTRA_CHARACTERS < len(letters):
-            return end
-    end = ends[-1] if ends else text.rfind(" ", start + MIN_PASSAGE, most) + 1
-    return end or find_letter_boundary(text, most)
+    return end or text.rfind(" ", start + MIN_PASSAGE, limit) + 1 or find_letter_boundary(text, limit)
 
 
 def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
@@ -199,9 +197,10 @@ def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[S
 
 def hash_passage(text: str) -> float:
     """Return a hash from 0 to 1. White space does not matter, so neither do the line breaks of a book's formats."""
-    digest = hashlib.blake2b(remove_space(text).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(encode_letters(text), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def remove_space(text: str) -> str:
-    return "".join(text.split())
+def encode_letters(text: str) -> bytes:
+    """Return a text without its white space."""
+    return text.encode().translate(None, WHITE_SPACE)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from common.output import byte_size, cell, plural, table_row
 from tokenization.corpus import Source
 from tokenization.dedup import NUM_EXAMPLES, Repeats
+from tokenization.documents import Piece
 from tokenization.encoding import Reader, SourceText, begins_document
-from tokenization.examine import Finding, read_findings
+from tokenization.examine import REPEATED, Examination, Finding, read_findings
 from tokenization.held_out import HeldOut
 from tokenization.kinds import UNKNOWN_SUFFIX
 
@@ -41,6 +42,7 @@ class DataReport:
         self.files = {source: FileCounts() for source in sources}
         self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
         self.copies = copies
+        self.whole_text = Examination()  # small files show their habits only together
         self.words: list[str] = []  # differences of the vocabulary from GPT-2's
 
     def count_texts(self, read: Reader) -> Reader:
@@ -51,6 +53,8 @@ class DataReport:
                 of_file = self.files[piece.source]
                 of_file.documents += begins_document(piece)
                 of_file.bytes += len(piece.text.encode())
+                if isinstance(piece, Piece):
+                    self.whole_text.add(piece.text)
                 yield piece
 
         return counted
@@ -73,17 +77,14 @@ class DataReport:
         files."""
         found = [("Words", line) for line in self.words]
         found += [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
-        converted = [source for source in self.files if source.is_converted]
-        found += [("Converted", f"{source.name}: {source.note}") for source in converted]
-        for source in self.files:
-            if source.inline_marks:
-                marks = f"<|endoftext|> occurs {source.inline_marks:,} times inside lines"
-                found.append(("Note", f"{source.name}: {marks}; to separate documents, put it on its own line"))
         by_sign: dict[str, list[tuple[Finding, str]]] = defaultdict(list)
         for source in self.files:
             for finding in read_findings(source.signs):
-                if finding.hurts:
+                if finding.hurts and not (finding.sign is REPEATED and self.repeats):
                     by_sign[finding.sign.name].append((finding, source.name))
+        for finding in read_findings(self.whole_text.list_findings()):
+            if finding.hurts and finding.sign.name not in by_sign:
+                by_sign[finding.sign.name].append((finding, "The whole text"))
         for findings in by_sign.values():
             worst, _ = max(findings)
             names = join_names([name for _, name in sorted(findings, reverse=True)], most)
@@ -92,10 +93,13 @@ class DataReport:
             earlier = first.place if first.name == copy.name else first.name
             advice = "--dedup exact leaves out repeated documents"
             found.append(("Twice", f"{share:.0%} of {copy.name} also stands in {earlier}; {advice}"))
-        by_reason: dict[str, list[str]] = defaultdict(list)
+        names_by_line: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for source in self.files:
+            if source.is_converted:
+                names_by_line["Converted", source.note].append(source.name)
         for name, reason in sorted(self.skipped, key=lambda one: one[1] == UNKNOWN_SUFFIX):  # these last
-            by_reason[reason].append(name)
-        return found + [("Left out", f"{join_names(names, most)}: {reason}") for reason, names in by_reason.items()]
+            names_by_line["Left out", reason].append(name)
+        return found + [(kind, f"{join_names(names, most)}: {line}") for (kind, line), names in names_by_line.items()]
 
     def render_brief(self) -> str:
         """Return the findings for the terminal."""

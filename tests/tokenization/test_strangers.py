@@ -335,9 +335,11 @@ def test_a_book_of_project_gutenberg_loses_its_licence_and_the_breaks_inside_par
 
 
 def test_marks_inside_lines_are_mentioned(folder: Path) -> None:
-    (folder / "a.txt").write_text("<|endoftext|>\none<|endoftext|>\n<|endoftext|>\n<|startoftext|>two<|endoftext|>x\n")
+    (folder / "a.txt").write_text(
+        "<|endoftext|>\none<|endoftext|>\n<|endoftext|>\n<|startoftext|>two<|endoftext|>x\n" + "word\n" * 300
+    )
     assert tokenize() == 0
-    assert "occurs 2 times inside lines" in report()
+    assert "separators inside lines" in report()
 
 
 def test_marks_of_byte_order_inside_a_text_are_left_out(folder: Path) -> None:

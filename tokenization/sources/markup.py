@@ -128,6 +128,7 @@ def read_html(file: BinaryIO) -> Iterator[str]:
 
     page = file.read()
     main, whole = trafilatura.extract(page, include_comments=False) or "", html_to_text(decode_page(page))
+    main = re.sub(r"[ \t]+$", "", main, flags=re.M)
     paragraphs = [text for text in whole.split("\n\n") if len(text) >= MIN_PROSE]
     known = squeeze(main)
     missing = sum(len(text) for text in paragraphs if squeeze(text)[: MIN_PROSE // 2] not in known)
