@@ -26,7 +26,7 @@ CJK = re.compile("[\u3000-\ud7ff]")
 CJK_LETTERS = 1.75  # English letters per Chinese, Japanese or Korean character of the same text
 # English letters in as many tokens as one of these characters, within 10% at 512 to 4,096 tokens: 30 Japanese books and
 # Dream of the Red Chamber.
-HAN, HAN_IN_TOKENS = re.compile("[\u3400-\u9fff]"), 2.75
+HAN, HAN_IN_TOKENS = re.compile("[\u3400-\u9fff]"), 3.1
 KANA, KANA_IN_TOKENS = re.compile("[\u3000-\u33ff]"), 2.1
 
 NGRAM_TOKENS = 3  # n of the longest n-grams
