@@ -293,7 +293,10 @@ def read_text(record: Any, text_key: str) -> str:
     key = find_text_key(record, text_key)
     if key is None:
         keys = ", ".join(f"{key!r:.50}" for key in list(record)[:10]) or "none"
-        raise ValueError(f'it has no key "{text_key}", but {keys}; name the one with the text with --text_key')
+        remedy = "name the one with the text with --text_key"
+        if any(isinstance(value, list | dict) for value in record.values()):
+            remedy += ", or if it lies deeper, write the texts to a .jsonl file"
+        raise ValueError(f'it has no key "{text_key}", but {keys}; {remedy}')
     if not isinstance(record[key], str):
         raise ValueError(f'its "{key}" is a JSON {type(record[key]).__name__}, not a text')
     return normalize_text(record[key])

@@ -49,11 +49,11 @@ SIGNS = (
     Sign("JSON", JSON_FIELD, 0.1, "save it as .jsonl"),
     Sign("base64", r"[A-Za-z0-9+/]{60,}", 0.01, "remove it"),
     Sign("quoted mail", r"^(?:> ?.*|(?:From|Sent|To|Cc|Subject|Date): .*|On .* wrote:)$", 0.05, "save it as .mbox"),
-    Sign("cells of a table", r"(?:\t(?<=\S\t)[^\t\n]+\t|   (?<=\S   )).*", 0.3, "save it as .tsv"),
+    Sign("cells of a table", r"(?:\t(?<=\S\t)[^\t\n]+\t|   (?<=\S   )).*", 0.1, "keep only the column with the text"),
     Sign("symbols", r"[/\\|=_~^*#@{}\[\]$%+]", 0.06, "look whether they belong to the text", 2),
     Sign("divided words", r"-\n[^\W\d_A-Z]\w*", 0.002, "join them"),
     Sign("licences", LICENCE, 0.01, "try --dedup exact"),
-    Sign("readings", r"《[^》\n]{1,20}》|［＃[^］\n]*］", 0.005, "remove them"),
+    Sign("readings", r"《[ぁ-ヿ]{1,20}》|［＃[^］\n]*］", 0.005, "remove them"),
     Sign("ligatures", LIGATURES, 0.0005, "`pip install ftfy` splits them"),
     Sign("mojibake", rf"{MOJIBAKE}|{SIGNS_IN_WORDS}", 0.001, "try `pip install ftfy`, or save it again as UTF-8"),
     Sign(

@@ -23,7 +23,7 @@ MAX_HELD_OUT_BYTES = 40_000_000  # about ten million tokens, kept in memory unti
 MAX_CHECKED_CHARACTERS = 200_000_000  # characters in which the share is checked; in a small text it can be far off
 MAX_SHARE_FACTOR = 2.5  # a share larger or smaller than requested by this factor is rejected
 REPETITIVE_SHARE = 0.5  # text with a smaller share of unique passages is repetitive
-MIN_COPIED_SHARE = 0.1  # of a file; a smaller share is not reported
+MIN_COPIED_SHARE, MIN_COPIED_CHARACTERS = 0.1, 1000  # of a file; less is not reported
 MAX_LISTED_FILES = 5
 BLANK_LINES, LINE_END = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"\n")
 WHITE_SPACE = string.whitespace.encode()
@@ -118,7 +118,15 @@ def choose_held_out(
     is_far_off = not limit / MAX_SHARE_FACTOR <= held_out.share <= limit * MAX_SHARE_FACTOR
     is_small_share = limit < share and not note  # a huge text: few of the checked passages are held out
     chosen = None if is_far_off and not is_small_share else held_out
-    return chosen, note, {pair: share for pair, share in shares.items() if share >= MIN_COPIED_SHARE}
+    return (
+        chosen,
+        note,
+        {
+            pair: share
+            for pair, share in shares.items()
+            if share >= MIN_COPIED_SHARE and copied[pair] >= MIN_COPIED_CHARACTERS
+        },
+    )
 
 
 def split_passages(texts: Iterable[SourceText]) -> Iterator[SourceText]:

@@ -56,7 +56,7 @@ BEGINNINGS = (
     (r'<doc id="', ".txt"),  # WikiExtractor's
     (rf"{XML_BEGINNING}<mediawiki\b", "an XML dump of MediaWiki; extract its articles with WikiExtractor"),
     (rf"{XML_BEGINNING}<en-export\b", "an export of Evernote; export it as HTML"),
-    (r"window\.(?:YTD|__THAR)", "an export of X (Twitter), which is a program; extract its texts as .jsonl"),
+    (r"window\.(?:YTD|__THAR)", "a program in JavaScript with an export of X (Twitter); extract its texts as .jsonl"),
     (r"// <!-- <mdb:mork", "an index of a mailbox, without its mails"),
     (r"\[Script Info\]", "subtitles in .ass; convert them to .srt"),
     (r"BEGIN:V(?:CARD|CALENDAR)", "contacts or a calendar"),
