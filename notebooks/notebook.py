@@ -6,7 +6,6 @@ pressed, and saving a large model takes longer.
 
 from __future__ import annotations
 
-import html
 import json
 import shlex
 import shutil
@@ -16,8 +15,6 @@ from typing import Any
 
 from common.errors import INTERRUPTED
 from common.script import Script
-from serving.run_reader import RunReader
-from serving.watch_page import name_runs, page
 
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
@@ -137,14 +134,12 @@ def write_prompts(prompts: str, file: Path) -> Path | None:
 # Results
 
 
-def show(*run_dirs: Path, height: int = 1100) -> None:
-    """Show the page of tools/watch.py in a cell, isolated from the notebook."""
-    from IPython.display import display
+def show(run_dir: Path) -> None:
+    """Show a run's losses, and what it answered, in a cell."""
+    from IPython.display import Image, Markdown, display
 
-    runs = [RunReader(folder, name).read() for folder, name in name_runs(run_dirs).items()]
-    style = f"width: 100%; height: {height}px; border: 0"
-    frame = f'<iframe srcdoc="{html.escape(page(runs).decode())}" style="{style}"></iframe>'
-    display({"text/html": frame}, raw=True)  # display(HTML(...)) would ask for the address of a page
+    display(Image(run_dir / "loss_curve.png", width=800))
+    display(Markdown((run_dir / "samples.md").read_text(encoding="utf-8")))
 
 
 def download(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Choose the port and the key of a server, and check its clients. Does not import torch."""
+"""Choose the port and the key of a server. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 
 from common.errors import ConfigError
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # a browser's names for this machine
 # Not a flag, because every user of a machine can read the command lines of its processes.
 KEY_VARIABLE = "SERVE_API_KEY"
 
@@ -35,9 +34,3 @@ def choose_key(host: str, share: bool = False) -> str:
         raise ConfigError(f"{KEY_VARIABLE} has spaces or characters outside ASCII. Choose another key.")
     is_open = share or host not in ("127.0.0.1", "localhost", "::1")
     return key or (secrets.token_hex(8) if is_open else "")  # hexadecimal, so that a double click selects all of it
-
-
-def is_local(host: str) -> bool:
-    """Return whether a `Host` header names this machine. A page from elsewhere could point its own name here and read
-    the answers (DNS rebinding). Browsers leave out port 80."""
-    return re.sub(r":\d*$", "", host).lower() in LOCAL_HOSTS

@@ -2,11 +2,9 @@
 what they cost, and what they write.
 
     python tools/compare.py runs/small runs/medium
-    python tools/compare.py runs/small runs/medium --html comparison.html
     python tools/compare.py runs/small smollm2
 
-Models with different vocabularies can be compared, because losses are per byte. --html writes a page that opens
-offline, with the curves of the runs.
+Models with different vocabularies can be compared, because losses are per byte.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from common.errors import ConfigError
 from common.flags import Parser
 from common.output import table_row
 from common.script import script
-from common.validation import STRICT, NonEmptyText, option
-from serving.run_reader import RunReader
-from serving.watch_page import html_file, name_runs, write_page
+from common.validation import STRICT, option
 from training.records import find_records, read_metrics
 
 
@@ -36,7 +32,6 @@ class Options:
     """Compare models on text that none of them was trained on."""
 
     runs: tuple[str, ...] = option((), "", "run folders or checkpoints", word="RUN")
-    html: NonEmptyText | None = option(None, "page", "also write a page with the curves", metavar="FILE")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "how", "where to compute")
 
 
@@ -48,19 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.checkpoint import open_checkpoint  # imported here, because --help should not wait for torch
     from generation.comparison import Comparison
 
-    html = html_file(options.html)
     folders = name_runs([Path(run) for run in options.runs])
     checkpoints = {name: open_checkpoint(folder) for folder, name in folders.items()}
     metrics = {name: read_metrics(find_records_of(each.path)) for name, each in checkpoints.items()}
     comparison = Comparison.of(checkpoints, metrics, options.device)
-    said, tables = comparison.describe_verdict(), comparison.build_tables()
-    print(*said, sep="\n")
-    for head, *rows in tables:
+    print(*comparison.describe_verdict(), sep="\n")
+    for head, *rows in comparison.build_tables():
         print("", table_row(head), table_row(["---"] * len(head)), *map(table_row, rows), sep="\n")
-    if html:
-        readers = [RunReader(folder, name) for folder, name in folders.items() if metrics[name]]
-        write_page(html, readers, {"said": said, "tables": tables})
     return 0
+
+
+def name_runs(folders: Sequence[Path]) -> dict[Path, str]:
+    """Return {folder: name} without duplicates, with the whole path if several folders have that name."""
+    unique = {path.resolve(): path for path in reversed(folders)}
+    names = [path.name for path in unique]
+    return {unique[path]: path.name if names.count(path.name) == 1 else str(unique[path]) for path in reversed(unique)}
 
 
 def find_records_of(checkpoint: Path) -> Path:

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError, require_packages
+from common.files import CHECKPOINT_NAME
 from common.flags import Parser
 from common.script import script
 from common.validation import STRICT, NonEmptyText, option
@@ -50,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from exchange.gguf_export import find_or_write_gguf
     from exchange.hf_card import example_prompt
     from serving.llama import start
-    from serving.models import run_folder
     from tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(options.run or find_newest_run())
-    name = run_folder(checkpoint.path).name or "model"
+    name = name_model(checkpoint.path)
     try:
         file = find_or_write_gguf(checkpoint, name)
     except ConfigError as problem:
@@ -77,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Try        curl {url}/{path}{header} -d '{body}'", flush=True)
     threading.Event().wait()  # until a signal ends the process
     return 0
+
+
+def name_model(checkpoint: Path) -> str:
+    """Return the name of a checkpoint's run, or of its folder if it is in no run."""
+    parts = [part for part in checkpoint.resolve().parts if not CHECKPOINT_NAME.fullmatch(part)]
+    return next(part for part in reversed(parts) if part != "checkpoints")
 
 
 if __name__ == "__main__":

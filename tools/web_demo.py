@@ -1,10 +1,8 @@
-"""Try trained models on a page: text as it is generated, checkpoints side by side, alternatives to each token.
+"""Try trained models on a page: checkpoints side by side on one prompt, and conversations.
 
-    python tools/web_demo.py
-    python tools/web_demo.py runs/gpt2_small runs/lora --port 8080
-    python tools/web_demo.py --share
-
-In a notebook the page appears below the cell: %run tools/web_demo.py
+python tools/web_demo.py
+python tools/web_demo.py runs/gpt2_small runs/lora --port 8080
+python tools/web_demo.py --share
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from pydantic.dataclasses import dataclass
 
-from common.errors import ConfigError, require_packages
+from common.errors import require_packages
 from common.flags import Parser
 from common.script import script
 from common.validation import STRICT, NonEmptyText, option
@@ -49,21 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Loading    {', '.join(options.places)} ...", flush=True)
     import gradio  # imported here, because --help should not wait for it and torch
 
-    from serving.demo_page import launch, make_page
-    from serving.models import Library
+    from serving.demo import make_page
 
-    library = Library([Path(place) for place in options.places], options.device)
-    library.require_any()
-    gradio.close_all(verbose=False)  # a page that this notebook cell opened before
-    page = make_page(library)
-    launch(page, options.host, port, (USER, key) if key else None, options.share)
-    if options.share and not page.share_url:
-        raise ConfigError("--share got no address. Check the internet connection, or leave --share out.")
+    page = make_page([Path(place) for place in options.places], options.device)
+    page.launch(
+        server_name=options.host,
+        server_port=port,
+        share=options.share,
+        auth=(USER, key) if key else None,
+        # System fonts, so that none is downloaded.
+        theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        max_file_size="0b",  # there is nothing to upload
+        enable_monitoring=False,
+        footer_links=[],
+        quiet=True,
+        ssr_mode=False,
+        prevent_thread_lock=True,
+    )
     who = f"user {USER}, password {key}" if key else "this machine only"
-    print(f"Listening  {page.share_url or page.local_url}, for {who}; press Ctrl-C to stop", flush=True)
-    shell = sys.modules.get("IPython")
-    if not shell or not shell.get_ipython():  # a notebook keeps the page open after the cell
-        threading.Event().wait()
+    print(
+        f"Listening  {page.share_url or f'http://{options.host}:{port}/'}, for {who}; press Ctrl-C to stop", flush=True
+    )
+    threading.Event().wait()  # until a signal ends the process
     return 0
 
 

@@ -24,7 +24,7 @@ PROJECT = "gpt2"
 def require_tracker(config: Config) -> None:
     """Raise ConfigError if the tracker's package is missing."""
     if (name := config.tracker) and importlib.util.find_spec(name) is None:
-        raise ConfigError(f"--tracker {name} needs its package: pip install {name}. (tools/watch.py needs none.)")
+        raise ConfigError(f"--tracker {name} needs its package: pip install {name}.")
 
 
 class Tracker:

@@ -17,10 +17,8 @@ import generate
 import tokenize_local_bpe
 import tools.compare
 import tools.export_hf
-import tools.export_page
 import tools.import_hf
 import tools.merge_lora
-import tools.watch
 import train_colab_mmap
 from common.flags import Parser
 from tests.helpers import ROOT
@@ -34,10 +32,8 @@ SCRIPTS = {
 TOOLS = {
     "tools/compare.py": tools.compare.main,
     "tools/export_hf.py": tools.export_hf.main,
-    "tools/export_page.py": tools.export_page.main,
     "tools/import_hf.py": tools.import_hf.main,
     "tools/merge_lora.py": tools.merge_lora.main,
-    "tools/watch.py": tools.watch.main,
 }
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (
@@ -92,7 +88,6 @@ def run(command: str) -> int:
     ending = {
         "train_colab_mmap.py": small,
         "generate.py": "--stride 16" if "--stride" in words else "",  # no model here reads more
-        "tools/watch.py": "--html page.html",  # and no server without an end
     }
     extra = shlex.split(ending.get(words[1], ""))
     return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])

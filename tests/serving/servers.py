@@ -1,4 +1,4 @@
-"""`tools/serve.py` as a process."""
+"""`tools/serve.py` or `tools/web_demo.py` as a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import ROOT
 class Server:
     process: Forked
     folder: Path  # of what it prints
-    key: str
+    key: str = ""
 
     @property
     def printed(self) -> str:
@@ -29,7 +29,7 @@ class Server:
     @property
     def port(self) -> int:
         """Waits until it listens."""
-        while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/v1, .*\nTry .*\n", self.printed)):
+        while not (found := re.search(r"(?s)Listening  http://[\d.]+:(\d+)/.*\n", self.printed)):
             assert self.process.returncode is None, self.printed
             time.sleep(0.05)
         return int(found[1])
@@ -49,14 +49,14 @@ def print_to_files() -> None:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *words: str, key: str = "") -> Iterator[Server]:
-    """`tools/serve.py` in `folder`, on a free port, until Ctrl-C."""
+def started(folder: Path, *words: str, key: str = "", tool: str = "serve") -> Iterator[Server]:
+    """A tool in `folder`, on a free port, until Ctrl-C."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("out", "err"):
         (folder / name).touch()
     environment = {"SERVE_API_KEY": key}
     process = Forked(
-        [*words, "--port", "0"], folder, environment, script=ROOT / "tools" / "serve.py", first=print_to_files
+        [*words, "--port", "0"], folder, environment, script=ROOT / "tools" / f"{tool}.py", first=print_to_files
     )
     server = Server(process, folder, key)
     try:
