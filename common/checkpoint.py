@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic.dataclasses
 import safetensors.torch
@@ -22,19 +22,27 @@ import torch
 
 from common.chat import Template, template_from_dict
 from common.errors import CheckpointError
-from common.files import RECORDS_FOLDER, STEP_NAME, read_json, sha256_file, write_json
-from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
-from common.tensors import Content, read_safetensors, read_weights, require_shape, weights_file, write_file
+from common.files import RECORDS_FOLDER, STEP_NAME, json_bytes, read_json, sha256_file, write_json
+from common.lora import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    adapters_of,
+    find_base,
+    load_adapters,
+    lora_of,
+    merge_adapters,
+    read_lora,
+    stored_weights,
+)
+from common.tensors import Content, read_safetensors, read_weights, require_shape, to_device, write_file
 from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
-T = TypeVar("T")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BEST = "best"  # the folder of the best weights
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate text
-ADAPTERS = "adapter.safetensors"  # replaces the weights if adapters were trained
 OPTIMIZER, STATE = "optimizer.safetensors", "training_state.json"  # optional
 BYTES_PER_PARAMETER = 12  # the weight and AdamW's two moments
 # Keys of config.json that are not ModelConfig fields: ours, then the blog's.
@@ -42,7 +50,6 @@ OTHER_CONFIG_KEYS = (
     "tokenizer_type",
     "total_parameters",
     "chat_template",
-    "lora",
     "model_type",
     "architecture",
     "description",
@@ -89,36 +96,31 @@ class Checkpoint:
         a model that takes more memory than the weights. Raises CheckpointError if they differ."""
         config = self.model_config()
         with self.weights_errors():
-            require_shape(config, self.weights(shapes_only=True))
+            require_shape(config, read_weights(self.base(), shapes_only=True))
         return config
 
     def load_weights(self, model: TransformerLanguageModel) -> None:
-        """Load the weights into `model`, or only the adapters if it has any, because it already has its base's
-        weights."""
+        """Load the weights into `model`, with adapters merged into their base. If `model` has adapters, load only
+        these, because it already has its base's weights."""
+        lora = read_lora(self.path)
         with self.weights_errors():
-            if lora_of(model) is None:
-                model.load_weights(self.weights())
-            else:
+            if lora_of(model) is not None:
                 load_adapters(model, read_safetensors(self.path / ADAPTERS))
+            elif lora is None:
+                model.load_weights(read_weights(self.path))
+            else:
+                Checkpoint(find_base(lora, self.path)).load_weights(model)
+                merge_adapters(model, self.path, lora)
 
-    def weights(self, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-        """Read the weights by name, with adapters merged into their base. `shapes_only`: return tensors on the meta
-        device, from the file's header if the format has one.
-
-        Raises ValueError or SafetensorError for an invalid file, CheckpointError for a missing base.
-        """
-        if not (self.path / ADAPTERS).exists():
-            return read_weights(self.path, shapes_only)
-        lora = self.lora()
-        if lora is None:
-            raise ValueError(f'config.json has no "lora", which describes {ADAPTERS}')
-        base = read_weights(find_base(lora, self.path), shapes_only)
-        return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora, self.model_config())
+    def base(self) -> Path:
+        """Return the folder of the weights to which adapters are added; without adapters, this folder. Raises
+        CheckpointError if it is missing."""
+        lora = read_lora(self.path)
+        return self.path if lora is None else Checkpoint(find_base(lora, self.path)).base()
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of the weights file, or of the adapters. It is the same for every copy."""
-        adapters = self.path / ADAPTERS
-        return sha256_file(adapters if adapters.exists() else weights_file(self.path))
+        return sha256_file(stored_weights(self.path))
 
     @contextlib.contextmanager
     def weights_errors(self) -> Iterator[None]:
@@ -137,17 +139,10 @@ class Checkpoint:
 
     def chat_template(self) -> Template | None:
         """Read the chat template, if any. Raises CheckpointError if it is invalid."""
-        return self.read_config_value("chat_template", template_from_dict)
-
-    def lora(self) -> LoRA | None:
-        """Read the settings of the adapters; None if there are none. Raises CheckpointError if they are invalid."""
-        return self.read_config_value("lora", lambda values: build(LoRA, values))
-
-    def read_config_value(self, key: str, build: Callable[[Any], T]) -> T | None:
         path = self.path / "config.json"
-        value = read_json(path, CheckpointError).get(key)
+        value = read_json(path, CheckpointError).get("chat_template")
         try:
-            return None if value is None else build(value)
+            return None if value is None else template_from_dict(value)
         except ValueError as problem:
             raise CheckpointError(f"{path} is not valid: {problem}.") from None
 
@@ -166,27 +161,31 @@ class Checkpoint:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
-def select_stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
-    """Return the weights to save: the adapters if the model has any; a tied head once."""
-    if lora_of(model) is not None:
-        return adapters_of(model)
+def build_weights_files(
+    model: TransformerLanguageModel, device: torch.device | str = "cpu", copy: bool = False
+) -> dict[str, Content]:
+    """Return the files of the weights, with tensors on `device`: the adapters if the model has any; a tied head once.
+    With `copy`, they do not change while the training goes on."""
+    lora = lora_of(model)
+    if lora is not None:
+        adapters = to_device(adapters_of(model), device, copy)
+        return {ADAPTERS: adapters, ADAPTER_CONFIG: json_bytes({"peft_type": "LORA", **asdict(lora)})}
     weights = model.state_dict()
     if model.config.tie_embeddings:
         del weights["head.weight"]  # the same tensor as token_embedding.weight
-    return weights
+    return {WEIGHTS_FILES[0]: to_device(weights, device, copy)}
 
 
 def build_stored_config(
     model: TransformerLanguageModel, tokenizer_type: str, chat: Template | None = None
 ) -> dict[str, Any]:
     """Return the content of config.json. `total_parameters` excludes adapters, because merging adds no parameters."""
-    lora, adapters = lora_of(model), adapters_of(model)
+    adapters = adapters_of(model) if lora_of(model) else {}
     return {
         **model.config.to_dict(),
         "tokenizer_type": tokenizer_type,
         "total_parameters": model.num_parameters() - sum(tensor.numel() for tensor in adapters.values()),
         **({"chat_template": chat.to_dict()} if chat else {}),
-        **({"lora": lora.to_dict()} if lora else {}),
     }
 
 
@@ -221,7 +220,7 @@ def find_problems(folder: Path) -> list[str]:
         files = read_manifest(folder)
     except CheckpointError as problem:
         return [str(problem).rstrip(".")]
-    weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, *WEIGHTS_FILES[1:])
+    weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, ADAPTER_CONFIG, *WEIGHTS_FILES[1:])
     needed = [*weights, *(name for name in (OPTIMIZER, STATE) if OPTIMIZER in files or (folder / name).exists())]
     problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
     for name, entry in files.items():

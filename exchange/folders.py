@@ -1,4 +1,4 @@
-"""Write folders all or nothing; read and write checkpoints in fp32; merge adapters."""
+"""Write folders all or nothing; read and write checkpoints in fp32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.chat import Template
-from common.checkpoint import (
-    WEIGHTS_FILES,
-    Checkpoint,
-    build_stored_config,
-    open_checkpoint,
-    select_stored_weights,
-    write_files,
-)
+from common.checkpoint import Checkpoint, build_stored_config, build_weights_files, write_files
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
-from common.lora import add_adapters, find_base
-from common.tensors import to_device
-from exchange.comparison import LogitDifference, require_same_logits
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
@@ -70,13 +60,9 @@ def write_weights_checkpoint(
 
     Raises what `new_folder` raises.
     """
-    weights = to_device(select_stored_weights(model), copy=False)
     config = json_bytes(build_stored_config(model, tokenizer.kind, template))
     with new_folder(out) as folder:
-        write_files(
-            folder,
-            dict(zip(WEIGHTS_FILES, (weights, config, tokenizer_file), strict=True)),
-        )
+        write_files(folder, build_weights_files(model) | {"config.json": config, "tokenizer.json": tokenizer_file})
 
 
 def load_in_fp32(checkpoint: Checkpoint) -> tuple[TransformerLanguageModel, Tokenizer]:
@@ -97,34 +83,3 @@ def require_matching_tokenizer(tokenizer: Tokenizer, config: ModelConfig, source
             f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids, the model {config.vocab_size:,}: they do not "
             "belong together."
         )
-
-
-def merge_checkpoint(path: str | Path, out: Path) -> LogitDifference:
-    """Merge the adapters of a checkpoint into its base and write `out`. Returns the logits' largest difference.
-
-    `out` has no training state. Raises CheckpointError if the checkpoint has no adapters or its base is missing,
-    ConfigError if `out` exists.
-    """
-    require_new(out)
-    checkpoint = open_checkpoint(path)
-    adapted = load_adapted(checkpoint)
-    merged, tokenizer = load_in_fp32(checkpoint)
-    difference = require_same_logits(merged, adapted, tokenizer, "the adapted model")
-    tokenizer_file = checkpoint.tokenizer_path().read_bytes()
-    write_weights_checkpoint(out, merged, tokenizer, tokenizer_file, checkpoint.chat_template())
-    return difference
-
-
-def load_adapted(checkpoint: Checkpoint) -> TransformerLanguageModel:
-    """Load the base with its adapters as separate modules, as in training, in fp32.
-
-    Raises CheckpointError if there are no adapters.
-    """
-    lora = checkpoint.lora()
-    if lora is None:
-        raise CheckpointError(f"{checkpoint.path} has no adapters, so there is nothing to merge.")
-    model = TransformerLanguageModel(checkpoint.trusted_config())
-    Checkpoint(find_base(lora, checkpoint.path)).load_weights(model)
-    add_adapters(model, lora)
-    checkpoint.load_weights(model)
-    return model.eval()

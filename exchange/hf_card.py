@@ -8,7 +8,6 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
-from common.lora import LoRA
 from common.output import cell
 from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel
@@ -29,7 +28,7 @@ CARD_TEMPLATE = """---
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 path = {{ path }}  # this folder, or its name on the hub
-{{ load }}
+model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path)
 {{ ask }}
 outputs = model.generate(**inputs)
@@ -49,50 +48,33 @@ TOKENIZE_PROMPT = 'inputs = tokenizer({prompt}, return_tensors="pt")'
 TOKENIZE_CHAT = """messages = [{{"role": "user", "content": {prompt}}}]
 form = {{"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}}
 inputs = tokenizer.apply_chat_template(messages, **form)"""
-LOAD_MODEL = "model = AutoModelForCausalLM.from_pretrained(path)"
-LOAD_ADAPTERS = """from peft import PeftModel
-
-base = AutoModelForCausalLM.from_pretrained({base})  # its folder, or its name on the hub
-model = PeftModel.from_pretrained(base, path)"""
 
 
-def build_model_card(
-    checkpoint: Checkpoint,
-    model: TransformerLanguageModel,
-    tokenizer: Tokenizer,
-    name: str,
-    lora: LoRA | None = None,
-    base: str = "",
-) -> str:
-    """Return the card of the model that is exported to the folder `name`, or of its adapters `lora` for `base`."""
+def build_model_card(checkpoint: Checkpoint, model: TransformerLanguageModel, tokenizer: Tokenizer, name: str) -> str:
+    """Return the card of the model that is exported to the folder `name`."""
     config, is_chat = model.config, checkpoint.chat_template() is not None
     from huggingface_hub import ModelCard, ModelCardData
 
-    data = ModelCardData(library_name="peft" if lora else "transformers", pipeline_tag="text-generation")
+    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")
     card = ModelCard.from_template(
         data,
         template_str=CARD_TEMPLATE,
         name=cell(name),
-        about=f"LoRA adapters for {cell(base)}."
-        if lora
-        else f"A {CONVERSIONS[choose_hf_model_type(config)].model_class}.",
+        about=f"A {CONVERSIONS[choose_hf_model_type(config)].model_class}.",
         path=json.dumps(name),
-        load=LOAD_ADAPTERS.format(base=json.dumps(base)) if lora else LOAD_MODEL,
         ask=(TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT).format(
             prompt=json.dumps(example_prompt(checkpoint, tokenizer))
         ),
-        note=usage_note(config.tie_embeddings, tokenizer, is_chat, lora),
+        note=usage_note(tokenizer, is_chat),
         facts="\n".join(
-            f"| {key} | {cell(replace_surrogates(value))} |" for key, value in list_facts(checkpoint, model, lora)
+            f"| {key} | {cell(replace_surrogates(value))} |" for key, value in list_facts(checkpoint, model)
         ),
     )
     return str(card) + "\n"
 
 
-def usage_note(is_tied: bool, tokenizer: Tokenizer, is_chat: bool, lora: LoRA | None) -> str:
+def usage_note(tokenizer: Tokenizer, is_chat: bool) -> str:
     """Return the one thing that a user of this model is likely to get wrong."""
-    if lora and is_tied and lora.end_modules:
-        return "Do not use `merge_and_unload` of peft: it adds the adapters of the shared embedding twice."
     if tokenizer.kind == "character":
         return "Every token is a character. Characters that the model was not trained on become `<|unk|>`."
     if is_chat:
@@ -100,7 +82,7 @@ def usage_note(is_tied: bool, tokenizer: Tokenizer, is_chat: bool, lora: LoRA | 
     return "Texts end with `tokenizer.eos_token_id`. Its name in a prompt is read as plain characters."
 
 
-def list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel, lora: LoRA | None) -> list[tuple[str, str]]:
+def list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel) -> list[tuple[str, str]]:
     """Return rows (name, value) on the model and its training."""
     c, saved = model.config, try_read_state(checkpoint)
     rows = [
@@ -109,11 +91,6 @@ def list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel, lora: Lo
         ("context", f"{c.max_seq_len:,} tokens"),
         ("vocabulary", f"{c.vocab_size:,}"),
     ]
-    if lora:
-        rows = [
-            ("rank, alpha", f"{lora.rank}, {lora.alpha:g}"),
-            ("modules", ", ".join(lora.end_modules + lora.block_modules)),
-        ]
     if saved is None:
         return rows
     tokens: Any = saved.data.get("train_tokens")

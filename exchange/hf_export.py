@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.checkpoint import open_checkpoint
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError
 from common.files import json_bytes
 from exchange.comparison import LogitDifference, find_least_likely_id, require_same_logits
 from exchange.folders import load_in_fp32, require_new
-from exchange.hf_adapter import export_adapters
 from exchange.hf_card import build_model_card
 from exchange.hf_common import ConversionError
 from exchange.hf_folder import load_hf_model, new_hf_folder, require_transformers
@@ -17,13 +16,12 @@ from exchange.hf_model import choose_hf_model_type, extend_vocabulary, to_hf
 from exchange.hf_tokenizer import build_generation_config, hf_special_ids, hf_vocab_size
 
 
-def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDifference:
-    """Write a checkpoint as the Hugging Face folder `out`. Adapters also need `base`, the folder of their exported
-    base.
+def export(path: str | Path, out: Path) -> LogitDifference:
+    """Write a checkpoint, with adapters merged into their base, as the Hugging Face folder `out`.
 
     Returns the logits' largest difference. Raises CheckpointError if the checkpoint is damaged or no class of
-    transformers can express it, TokenizerError if transformers reads other ids, ConfigError if `out` exists,
-    transformers is missing, or the adapters do not fit `base`.
+    transformers can express it, TokenizerError if transformers reads other ids, ConfigError if `out` exists or
+    transformers is missing.
     """
     require_transformers()
     require_new(out)
@@ -32,10 +30,6 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> LogitDiffer
         choose_hf_model_type(checkpoint.model_config())  # checked before the weights are read
     except ConversionError as problem:
         raise CheckpointError(f"{checkpoint.path} cannot be exported: {problem}.") from None
-    if (lora := checkpoint.lora()) is not None:
-        return export_adapters(checkpoint, lora, out, base)
-    if base is not None:
-        raise ConfigError(f"--base is only for adapters, and {checkpoint.path} is a whole model. Leave out --base.")
     model, tokenizer = load_in_fp32(checkpoint)
     shape, state = model.config, model.state_dict()
     if (vocab_size := hf_vocab_size(tokenizer)) > shape.vocab_size:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.chat import Template
-from common.checkpoint import build_stored_config, select_stored_weights
-from common.files import json_bytes, sha256_file
-from common.lora import LoRA, adapters_of, add_adapters, lora_of
+from common.checkpoint import Checkpoint, build_stored_config, build_weights_files
+from common.files import json_bytes
+from common.lora import TARGETS, LoRA, adapters_of, add_adapters
 from common.tensors import Content, to_device
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
-from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
 from training.optimizer import Optimizer, build_optimizer
@@ -53,9 +54,8 @@ def save_checkpoint(
     training_state: dict[str, Any],
     chat: Template | None = None,
 ) -> None:
-    weights = "model.safetensors" if lora_of(model) is None else "adapter.safetensors"
     contents: dict[str, Content] = {
-        weights: to_device(select_stored_weights(model)),
+        **build_weights_files(model),
         "optimizer.safetensors": to_device(optimizer.tensors()),
         "tokenizer.json": tokenizer_file,
         "config.json": json_bytes(build_stored_config(model, tokenizer_type, chat)),
@@ -79,23 +79,16 @@ def write_model(
     return model
 
 
-def write_adapters(
-    folder: Path,
-    base: Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    chat: Template | None = None,
-    lora: LoRA | None = None,
-    **options: Any,
-) -> TransformerLanguageModel:
-    """A checkpoint folder of random adapters, and below `base` one of the random model that they are for."""
-    if base is not None:
-        write_model(base, tokenizer, chat, **options)
-        targets = ("attention", "feed_forward", "embeddings")
-        lora = LoRA(4, 16.0, targets, str(base), sha256_file(base / "model.safetensors"))
-    assert lora is not None
-    model = random_model((tokenizer or bpe()).vocab_size, **options)
-    add_adapters(model, lora)
+def write_adapters(folder: Path, base: Path, targets: tuple[str, ...] = tuple(TARGETS)) -> TransformerLanguageModel:
+    """A checkpoint folder of random adapters for the checkpoint `base`; returns the adapted model."""
+    checkpoint = Checkpoint(base)
+    config = checkpoint.model_config()
+    model = TransformerLanguageModel(replace(config, tie_embeddings=False)).eval()
+    checkpoint.load_weights(model)
+    modules = sorted(module for target in targets for module in TARGETS[target])
+    add_adapters(model, LoRA(4, 16.0, tuple(modules), str(base), checkpoint.weights_sha256()))
+    torch.manual_seed(2)
     with torch.no_grad():
         for adapter in adapters_of(model).values():
             adapter.normal_(std=0.1)
-    return write_model(folder, tokenizer, chat, model)
+    return write_model(folder, load_tokenizer(checkpoint.tokenizer_path()), checkpoint.chat_template(), model)

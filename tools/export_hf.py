@@ -2,7 +2,6 @@
 
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf --ollama
-    python tools/export_hf.py runs/lora exported/lora --base exported/gpt2_small
 
 The folder is loaded by transformers first. If logits or token ids differ, it is not written.
 """
@@ -31,9 +30,6 @@ class Options:
 
     checkpoint: NonEmptyText = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
     out: NonEmptyText = option(..., "", "folder to write; new or empty", word="OUT")
-    base: NonEmptyText | None = option(
-        None, "also", "for LoRA adapters: folder of their exported base", metavar="FOLDER"
-    )
     gguf: NonEmptyText | None = option(None, "also", "also write a file for llama.cpp and Ollama", metavar="FILE")
     gguf_type: Literal["f16", "f32", "q8_0"] | None = option(
         None, "also", "type of its weights: half precision [f16], as trained, or 8 bits"
@@ -50,18 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from exchange import gguf_export  # imported here, because --help should not wait for torch
     from exchange.hf_export import export
 
-    checkpoint, out, base = options.checkpoint, Path(options.out), options.base
+    checkpoint, out = options.checkpoint, Path(options.out)
     if options.gguf:  # fail before anything is written
         gguf_export.require_gguf_export(checkpoint, Path(options.gguf), options.ollama)
-    difference = export(checkpoint, out, Path(base) if base else None)
-    reader = "peft" if base else "transformers"
+    difference = export(checkpoint, out)
     print(
-        f"Exported {checkpoint} to {out}. Loaded by {reader}, its logits differ by {difference}, and its token ids are "
-        "the same."
+        f"Exported {checkpoint} to {out}. Loaded by transformers, its logits differ by {difference}, and its token ids "
+        "are the same."
     )
-    model = f'AutoModelForCausalLM.from_pretrained("{base or out}")'
-    model = f'PeftModel.from_pretrained({model}, "{out}")' if base else model
-    print(f'\nTo use it: {model}, AutoTokenizer.from_pretrained("{out}")')
+    print(f'\nTo use it: AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")')
     if options.gguf:
         gguf_export.export_gguf(checkpoint, Path(options.gguf), options.gguf_type or "f16", options.ollama)
     return 0

@@ -277,10 +277,10 @@ class Config(ModelConfig, DataKeys):
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
         """Return the description of the adapters. Where only sizes matter, the defaults for the base suffice."""
-        from common.lora import LoRA
+        from common.lora import TARGETS, LoRA
 
-        targets: Any = tuple(self.lora_targets.split(","))
-        return LoRA(self.lora_rank, self.lora_alpha, targets, base, base_sha256)
+        modules: Any = (module for target in self.lora_targets.split(",") for module in TARGETS[target])
+        return LoRA(self.lora_rank, self.lora_alpha, tuple(sorted(modules)), base, base_sha256)
 
     def contradictions(self) -> list[str]:
         """List contradictions between settings, and with the number of processes."""

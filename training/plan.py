@@ -12,9 +12,9 @@ import torch
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import CHECKPOINT_NAME, sha256_file
-from common.lora import LoRA, add_adapters, find_base
+from common.lora import LoRA, add_adapters, find_base, read_lora
 from common.script import is_rank_0
-from common.tensors import meta_model, weights_file
+from common.tensors import meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import choose_folder, tokenize_with
@@ -68,8 +68,6 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
             f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: "
             f"{sizes.num_parameters(trained_only=True):,} parameters are trained, those of {base.path} are frozen"
         )
-        if lora.end_modules and shape.embed_norm and shape.is_gated:
-            print("           to export them for peft, this model needs --lora_targets attention,feed_forward")
     size, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
 
     with memory_advice(config, shape, hardware, lambda: config.rows_at_once(size)):
@@ -111,6 +109,8 @@ def choose_shape(config: Config, previous: Previous) -> ModelConfig:
     if previous.source is None or not (config.init_from or config.lora_rank):
         return config.shape(config.vocab_size)
     trained, source = previous.source.trusted_config(), str(previous.source.path)
+    if config.lora_rank and "embeddings" in config.lora_targets:
+        trained = replace(trained, tie_embeddings=False)  # each of the two gets its own adapters
     theirs = {key: value for key, value in trained.to_dict().items() if key not in ("vocab_size", "dropout")}
     if config.is_explicit("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
         theirs["max_seq_len"] = config.max_seq_len
@@ -143,8 +143,8 @@ def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | N
     previous = find_previous(config, mirror, will_train=lock is not None)
     shape = choose_shape(config, previous)
     detect_hardware(config, shape)  # reports what the machine lacks before a long text is tokenized
-    prompts, base = read_run_prompts(config), find_adapter_base(config, previous, shape)
-    lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
+    prompts, base = read_run_prompts(config), find_adapter_base(config, previous)
+    lora = None if base is None else config.lora(str(base.path), base.weights_sha256())
     data_dir = find_or_tokenize(config, previous)
     if config.input:
         print(f"Report     {Path(str(data_dir), REPORT)}: what was read from each file, and what was left out")
@@ -200,34 +200,18 @@ def read_run_prompts(config: Config) -> list[Prompt]:
     )
 
 
-def find_adapter_base(config: Config, previous: Previous, shape: ModelConfig) -> Checkpoint | None:
+def find_adapter_base(config: Config, previous: Previous) -> Checkpoint | None:
     """Return the base of the adapters, or None without adapters. When resuming, it is the base recorded in the
     checkpoint, because `init_from` may lead to newer weights by now; otherwise `init_from`.
 
-    Raises ConfigError for a rank larger than the model, CheckpointError for a base that is missing or unsuitable.
+    Raises CheckpointError for a base that is missing or would be renamed.
     """
     if not config.lora_rank:
         return None
-    narrowest = min(shape.embed_dim, shape.ff_dim)
-    if config.lora_rank > narrowest:
-        raise ConfigError(
-            f"lora_rank {config.lora_rank} is above {narrowest}, the smallest dimension of the model's matrices, so it "
-            "would not help. 8 is usual."
-        )
     assert previous.source is not None, "`contradictions` requires one"
-    base, lora = previous.source, previous.source.lora()
+    base, lora = previous.source, read_lora(previous.source.path)
     if lora is not None and previous.checkpoint is not None:
         base = Checkpoint(find_base(lora, base.path))
-    elif lora is not None:
-        raise CheckpointError(
-            f"{base.path} holds adapters, and --lora_rank needs whole weights. Merge them with python "
-            f"tools/merge_lora.py {base.path} OUT, then use --init_from OUT."
-        )
-    elif previous.checkpoint is not None and not previous.is_own:
-        raise CheckpointError(
-            f"{base.path} was trained without adapters and cannot continue with them. To start a new run that adapts "
-            f"it, use --init_from {base.path} instead of --resume_from."
-        )
     if config.resume == "never" and base.path.resolve().is_relative_to(config.run_dir.resolve()):
         raise CheckpointError(
             f"--resume never would rename {config.run_dir}, which contains the base of the adapters, {base.path}. "

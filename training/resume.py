@@ -28,7 +28,7 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError, ConfigError
 from common.files import RECORDS_FOLDER, atomic_write, sha256_file
-from common.lora import LoRA, find_base, lora_of
+from common.lora import LoRA, lora_of, read_lora
 from common.script import world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
@@ -329,10 +329,9 @@ def broadcast_from_rank_0(run: Run) -> None:
 def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
     """Raise CheckpointError if architecture, adapters, optimizer, tokenizer or data have changed, listing what, or if
     the base of the adapters is gone."""
-    config, lora = run.config, checkpoint.lora()
-    if lora is not None:
-        find_base(lora, checkpoint.path)
-    then = list_fixed(checkpoint.model_config(), lora, saved.config.get("optimizer"), saved.data)
+    config = run.config
+    checkpoint.base()
+    then = list_fixed(checkpoint.model_config(), read_lora(checkpoint.path), saved.config.get("optimizer"), saved.data)
     now = list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
     clashes = [
         f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
@@ -366,7 +365,8 @@ def describe_text_change(run: Run, then: dict[str, Any]) -> str:
 def list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that may not change during a run, by name. The path of the adapters' base may change."""
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
-    values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
+    fields = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "base": "revision"}
+    values |= {f"lora_{key}": getattr(lora, field, 0) for key, field in fields.items()}
     values["optimizer"] = optimizer
     return values | {f"{key} of the data": str(value)[:16] for key, value in data.items()}
 

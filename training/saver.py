@@ -13,18 +13,15 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import (
-    ADAPTERS,
     BEST,
     OPTIMIZER,
     STATE,
-    WEIGHTS_FILES,
     build_stored_config,
-    select_stored_weights,
+    build_weights_files,
     step_of,
 )
 from common.errors import CheckpointError, MemoryExhausted
 from common.files import describe_session, json_bytes, write_json
-from common.lora import lora_of
 from common.machine import available_ram
 from common.output import log
 from common.script import is_rank_0, world
@@ -241,10 +238,9 @@ def build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", bes
     metadata = run.data.metadata
     config = build_stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
-    weights = WEIGHTS_FILES[0] if lora_of(run.model) is None else ADAPTERS
     moments = {} if best_only else {OPTIMIZER: to_device(run.optimizer.tensors(), device, copy)}
     return {
-        weights: to_device(select_stored_weights(run.model), device, copy),
+        **build_weights_files(run.model, device, copy),
         **moments,
         "tokenizer.json": run.data.tokenizer_file,  # verified bytes, because the file may have changed
         "config.json": json_bytes(config),

@@ -18,7 +18,6 @@ import tokenize_local_bpe
 import tools.compare
 import tools.export_hf
 import tools.import_hf
-import tools.merge_lora
 import train_colab_mmap
 from common.flags import Parser
 from tests.helpers import ROOT
@@ -33,7 +32,6 @@ TOOLS = {
     "tools/compare.py": tools.compare.main,
     "tools/export_hf.py": tools.export_hf.main,
     "tools/import_hf.py": tools.import_hf.main,
-    "tools/merge_lora.py": tools.merge_lora.main,
 }
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (

@@ -8,7 +8,7 @@ import sys
 from tests.helpers import ROOT
 
 # What a user types, and what developers do.
-TOOLS = ("compare", "export_hf", "import_hf", "merge_lora", "serve", "web_demo")
+TOOLS = ("compare", "export_hf", "import_hf", "serve", "web_demo")
 OTHERS = ("benchmarks.gpu", "tests.stress.torture")  # they start processes that measure
 CODE = """
 import importlib, sys

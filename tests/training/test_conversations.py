@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import train_colab_mmap
 from common.checkpoint import open_checkpoint
-from common.lora import TARGET_MODULES, LoRA, add_adapters
+from common.lora import add_adapters
 from generate import load_checkpoint
 from model import IGNORE_INDEX, TransformerLanguageModel
 from tests.helpers import hardware_of, open_tokens, run_script, with_large_weights
@@ -152,7 +152,7 @@ def reference(
         {},
         {"position": "rope"},
         {"position": "rope", "qk_norm": True, "norm": "rmsnorm"},
-        {"lora_rank": 4},
+        pytest.param({"lora_rank": 4, "init_from": "x"}, marks=pytest.mark.extras("peft")),
         {"activation_checkpointing": True},
         {"compile": "on"},
     ],
@@ -160,15 +160,14 @@ def reference(
 )
 def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: dict[str, Any], chats: Path) -> None:
     """At generation it stands alone, from position 0 on."""
-    rank = options.pop("lora_rank", 0)
     config = parse_config(flags(chats, Path("unused"), **options))
     hardware = hardware_of(config)
     data = open_tokens(config, hardware)
     torch.manual_seed(1)
     model = TransformerLanguageModel(config.shape(data.vocab_size))
     model.activation_checkpointing = config.activation_checkpointing
-    if rank:
-        add_adapters(model, LoRA(rank, 8.0, tuple(TARGET_MODULES), "base", "0" * 64))
+    if config.lora_rank:
+        add_adapters(model, config.lora())
     with_large_weights(model)
     batch = data.batch(0, 6)
     alone = reference(model, *batch)
