@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +95,18 @@ def test_a_model_of_text_continues_the_last_message(letters: Server, models: Pat
     asked = [{"role": "user", "content": "the cat"}]
     said = letters.client().chat.completions.create(model="letters", messages=asked, **GREEDY)
     assert said.choices[0].message.content == expected(models / "letters", "the cat", 30)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(talker: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="exceeds the available context size") as refused:
+        talker.client().completions.create(model="talker", prompt="the cat " * 200, **GREEDY)
+    assert refused.value.type == "exceed_context_size_error" and refused.value.body["n_ctx"] == 128
+
+
+def test_the_address_is_a_chat_page(talker: Server) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{talker.port}/", headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(request) as page:
+        assert b"<html" in gzip.decompress(page.read())
 
 
 def test_two_clients_at_once_and_one_that_does_not_read(letters: Server, models: Path) -> None:
