@@ -1,5 +1,5 @@
-"""--dry_run tests a run before it costs anything, and forecasts its time, memory and disk space. --profile times the
-parts of a step, gives advice, and lists the longest operations."""
+"""--dry_run tests a run before it costs anything, and forecasts its time, memory and disk space. --profile lists the
+longest operations of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,16 +41,13 @@ from training.state import Previous
 from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
 from training.stop import Stop, signals_interrupt
 from training.store import Store, dry_run_path
-from training.summary import BUSY_CPU_SHARE, finished_message
+from training.summary import finished_message
 
 DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
 PROBE_BYTES = 1 << 20
-STEP_PARTS = ("data", "gradients", "update")
-NOTICEABLE_SHARE = 0.15  # share of a step; a part below it is not worth a change
-PROFILE_SECONDS = 10.0
 MAX_TIMED_STEPS = 50
-LISTED_OPERATIONS = 10
+PROFILED_STEPS, LISTED_OPERATIONS = 3, 15
 
 
 def inspect(config: Config, started: float) -> int:
@@ -270,75 +267,28 @@ def seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
 
 
 def profile(run: Run) -> None:
-    """Time the parts of real steps for a few seconds, and print them with advice. Writes no run."""
-    hardware = run.hardware
+    """Profile real steps, print the longest operations and what takes most of a step. Writes no run."""
+    hardware, parts = run.hardware, dict.fromkeys(("reading data", "the model", "the update"), 0.0)
     apply_update(run, retry_smaller(run, forward_backward))  # warm-up
-    spent, steps = dict.fromkeys(STEP_PARTS, 0.0), 0
-    began, cpu = time.perf_counter(), time.thread_time()
-    while not steps or (steps < MAX_TIMED_STEPS and time.perf_counter() - began < PROFILE_SECONDS):
-        for part, took in zip(STEP_PARTS, time_parts(run), strict=True):
-            spent[part] += took
-        run.advance()
-        steps += 1
-    cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
-    seconds = {name: spent[name] / steps for name in STEP_PARTS}
-    total = sum(seconds.values())
-    speed = run.tokens_per_step / total
-    mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
-    print(f"Profile    {steps} step{'s' if steps > 1 else ''} of {run.tokens_per_step:,} tokens; seconds per step:")
-    for name in STEP_PARTS:
-        print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
-    print(f"  {'total':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
-    if cpu_share <= BUSY_CPU_SHARE:
-        advice = " Try --threads 1, which suffers least from them." if torch.get_num_threads() > 1 else ""
-        print(f"Limit      Other programs: these steps got only {cpu_share:.0%} of the CPU.{advice}")
-    else:
-        print(f"Limit      {describe_limit(seconds, hardware, run.data.placement)}")
     with torch.profiler.profile() as trace:
-        train_step(run)
-        hardware.synchronize()
+        for _ in range(PROFILED_STEPS):
+            times = [time.perf_counter()]
+            batch = read_batch(run)
+            hardware.synchronize()
+            times.append(time.perf_counter())
+            loss = accumulate(run, batch)
+            hardware.synchronize()
+            times.append(time.perf_counter())
+            apply_update(run, loss)
+            hardware.synchronize()
+            times.append(time.perf_counter())
+            run.advance()
+            for part, (began, ended) in zip(parts, itertools.pairwise(times), strict=True):
+                parts[part] += ended - began
     own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
     print(trace.key_averages().table(sort_by=own, row_limit=LISTED_OPERATIONS, max_name_column_width=40))
-    print("Profile: no run was written. Leave --profile out to train.")
-
-
-def time_parts(run: Run) -> list[float]:
-    """Return the seconds of each of the STEP_PARTS. On a GPU each part waits for the one before, so the sum is a little
-    more than a training step, whose parts overlap."""
-
-    def now() -> float:
-        run.hardware.synchronize()
-        return time.perf_counter()
-
-    times = [now()]
-    batch = read_batch(run)
-    times.append(now())
-    loss = accumulate(run, batch)
-    times.append(now())
-    apply_update(run, loss)
-    times.append(now())
-    return [after - before for before, after in itertools.pairwise(times)]
-
-
-def describe_limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
-    """Describe in one sentence what limits the run, and what to do about it. `seconds`: part -> seconds per step;
-    `placement`: where the tokens are."""
-    share = {part: seconds[part] / sum(seconds.values()) for part in STEP_PARTS}
-    if share["update"] >= max(NOTICEABLE_SHARE, share["data"]):
-        return (
-            f"The optimizer takes {share['update']:.0%} of a step, whatever the batch size: a larger --batch_size or "
-            "--gradient_accumulation_steps spreads its time over more tokens."
-        )
-    if share["data"] >= NOTICEABLE_SHARE:
-        advice = "with a larger model it takes a smaller share"
-        if placement == "mmap":
-            advice = "the tokens are on a disk; copy them to a local one, or try --placement ram if they fit"
-        elif placement == "ram" and hardware.is_cuda:
-            advice = "the tokens are in the host's memory; try --placement gpu"
-        return f"Reading data takes {share['data']:.0%} of a step: {advice}."
-    advice = "a smaller model, a shorter --max_seq_len or a faster machine shortens it"
-    if hardware.is_cuda and hardware.precision == "fp32":
-        advice = "leave --precision out"
-    elif hardware.is_cuda and not hardware.compiles:
-        advice = "--compile on fuses its smaller operations"
-    return f"The computation is the limit, as it should be: {advice}."
+    total, largest = sum(parts.values()), max(parts, key=lambda part: parts[part])
+    print(
+        f"Profile    {largest} takes {parts[largest] / total:.0%} of a step of {total / PROFILED_STEPS:.4f} s (longer "
+        "than in training, because of the profiler). This was a profile: no run was written."
+    )

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
 from tests.helpers import generated_text, run_script
-from training.inspections import STEP_PARTS
 from training.records import read_metrics
 
 pytestmark = pytest.mark.cuda
@@ -167,9 +165,5 @@ def test_profiling_tells_where_the_time_goes_and_writes_nothing(
 ) -> None:
     result = train(tmp_path / "run", ("--profile",), device=DEVICE, placement=placement, compile="on")
     assert result.code == 0, result.err
-    printed: dict[str, Any] = dict(re.findall(r"^  (\w+) +(\d+\.\d+) +\d+%$", result.out, re.MULTILINE))
-    assert tuple(printed) == STEP_PARTS, result.out
-    total = re.search(r"^  total +(\d+\.\d+) .*tokens/s", result.out, re.MULTILINE)
-    assert total and sum(map(float, printed.values())) == pytest.approx(float(total[1]), abs=0.0001 * len(STEP_PARTS))
-    assert len(re.findall(r"^Limit +\S.*\.$", result.out, re.MULTILINE)) == 1
+    assert re.search(r"^Profile    .* takes \d+% of a step", result.out, re.MULTILINE), result.out
     assert list(tmp_path.iterdir()) == []
