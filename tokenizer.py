@@ -9,10 +9,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from tokenizer_base import IncrementalDecoder, TokenIds, check_ids, read_tokenizer_json
-from tokenizer_base import TokenizerError as TokenizerError  # re-exported for callers that catch it
-from tokenizer_base import UnknownCharacterError as UnknownCharacterError
-from tokenizer_bpe import BPETokenizer
+from tokenizer_bpe import BPETokenizer, IncrementalDecoder, TokenIds, check_ids, read_tokenizer_json
+from tokenizer_bpe import TokenizerError as TokenizerError  # re-exported for callers that catch it
+from tokenizer_bpe import UnknownCharacterError as UnknownCharacterError
 
 CODE_POINTS = 0x110000
 SURROGATES = range(0xD800, 0xE000)

@@ -1,6 +1,6 @@
-"""Time training steps and generation on a GPU for ten minutes, and compare with nanoGPT and nanochat.
+"""Time training steps and generation on a GPU for ten minutes, and compare with nanoGPT.
 
-python benchmarks/gpu.py --books books.txt --peers PEERS  # PEERS contains nanogpt/model.py and nanochat/
+python benchmarks/gpu.py --books books.txt --nanogpt PATH_OF_A_CHECKOUT
 python benchmarks/gpu.py --only machine tests steps       # some parts; a later call adds to the figures
 python benchmarks/gpu.py --toy                            # tiny models on a CPU, to check that it works
 
@@ -9,10 +9,6 @@ Each part is a process with a time limit. Its figures are written to the JSON fi
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import itertools
 import json
 import os
 import re
@@ -21,8 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known_names, write_random_tokens
+from benchmarks.measure import RESULTS, ROOT, describe_machine, write_random_tokens
 from common.errors import DataError
 from common.files import read_json, write_json
 from common.flags import Parser, add_debug
@@ -38,15 +32,11 @@ from common.script import script
 from training.records import read_metrics
 
 if TYPE_CHECKING:
-    import torch
-
     from benchmarks.workload import TimedRun
 
 QUESTION = "What is the capital of France?"
 TOY = "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"
-SHAPES = [(4, 128, 256, 16), (6, 384, 512, 8), (8, 512, 512, 16)]  # layers, width, context, sequences
-COMPILED_SHAPES = [(4, 256, 256, 8), (12, 768, 512, 8), (12, 768, 1024, 16)]
-MODERN: dict[str, Any] = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+SHAPES = [(4, 128, 256, 16), (6, 384, 512, 8), (12, 768, 1024, 16)]  # layers, width, context, sequences
 
 
 class Bench(NamedTuple):
@@ -55,7 +45,7 @@ class Bench(NamedTuple):
     folder: Path
     toy: bool
     books: str | None
-    peers: Path
+    nanogpt: Path
 
     @property
     def device(self) -> str:
@@ -101,40 +91,21 @@ class Bench(NamedTuple):
 
 
 def machine(bench: Bench) -> None:
-    """Measure the limits of host and GPU, and which attention is faster."""
+    """Measure the limits of host and GPU."""
     import torch
 
     bench.note("machine", **describe_machine(bench.device), cudnn=torch.backends.cudnn.version())
     if bench.toy:
         return
     one = torch.zeros(1, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(1000):
-            one.add_(1)
     large, other = (torch.randn(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bench.note(
         "limits",
         us_of_an_operation=1000 * bench.time(lambda: one.add_(1), 0.1),
-        us_of_a_graph_node=bench.time(graph.replay, 0.1),
         copied_tb_per_second=4 * large.numel() / bench.time(lambda: large.copy_(other), 0.1) / 1e9,
         product_tflops=2 * 8192**3 / bench.time(lambda: a @ b, 0.1) / 1e9,
     )
-    for (heads, width), name in itertools.product(((12, 64), (6, 128)), ("cuDNN", "flash")):
-        torch.backends.cuda.enable_cudnn_sdp(name == "cuDNN")
-        shape = 64, heads, 512, width
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        ms = bench.time(functools.partial(attend, q, k, v), 0.1)
-        bench.note("attention, 64 x 512 tokens, ms", **{f"{heads} x {width}, {name}": ms})
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Run causal attention forward and backward."""
-    import torch
-
-    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    y.backward(q.detach())
 
 
 def tests(bench: Bench) -> None:
@@ -142,27 +113,25 @@ def tests(bench: Bench) -> None:
 
 
 def quickstart(bench: Bench) -> None:
-    """Time the two commands of README's quickstart, recorded and not."""
-    run = bench.folder / "quickstart"
-    for name, flags in (("quickstart", ""), ("quickstart, not recorded", "--graphs off")):
-        few = f"--max_steps 3 --vocab_size 300 --data_dir {bench.folder / 'questions'}" if bench.toy else ""
-        began = time.perf_counter()
-        words = f"--config quickstart.json --device {bench.device} --resume never --output_dir {run} {flags} {few}"
-        output = bench.run(f"train_colab_mmap.py {words}")
-        seconds, ms = time.perf_counter() - began, [row.get("ms_per_step") for row in read_metrics(run)[1:]]
-        right = re.findall(r"(\d+) of (\d+) answers", output)
-        bench.note(name, seconds=seconds, right=right, ms=statistics.median(filter(None, ms)))
-        began = time.perf_counter()
-        bench.run(f"generate.py --checkpoint {run} --prompt {shlex.quote(QUESTION)}")
-        bench.note(name, answer_seconds=time.perf_counter() - began)
+    """Time the two commands of README's quickstart."""
+    run, began = bench.folder / "quickstart", time.perf_counter()
+    few = f"--max_steps 3 --vocab_size 300 --data_dir {bench.folder / 'questions'}" if bench.toy else ""
+    words = f"--config quickstart.json --device {bench.device} --resume never --output_dir {run} {few}"
+    output = bench.run(f"train_colab_mmap.py {words}")
+    seconds, ms = time.perf_counter() - began, [row.get("ms_per_step") for row in read_metrics(run)[1:]]
+    right = re.findall(r"(\d+) of (\d+) answers", output)
+    bench.note("quickstart", seconds=seconds, right=right, ms=statistics.median(filter(None, ms)))
+    began = time.perf_counter()
+    bench.run(f"generate.py --checkpoint {run} --prompt {shlex.quote(QUESTION)}")
+    bench.note("quickstart", answer_seconds=time.perf_counter() - began)
 
 
 def steps(bench: Bench) -> None:
     """Time steps with the dial's optimizer: plain, recorded, compiled, both."""
     import torch
 
-    for layers, width, context, rows in SHAPES[:1] if bench.toy else SHAPES + COMPILED_SHAPES:
-        for compiles in (False, True) if (layers, width, context, rows) in COMPILED_SHAPES else (False,):
+    for layers, width, context, rows in SHAPES[:1] if bench.toy else SHAPES:
+        for compiles in (False, True)[: 1 if bench.toy else 2]:
             training = bench.open(
                 f"--config small_modern.json --num_layers {layers} --embed_dim {width} --num_heads {width // 64} "
                 f"--max_seq_len {context} --batch_size {rows} --compile {'on' if compiles else 'off'}",
@@ -180,122 +149,36 @@ def steps(bench: Bench) -> None:
             torch.cuda.empty_cache()
 
 
-def gpt2_small(bench: Bench, whole: bool = False) -> None:
-    """Time and profile GPT-2 small, with its blocks or the `whole` model compiled."""
+def gpt2_small(bench: Bench) -> None:
+    """Time and profile GPT-2 small."""
     import torch
 
-    from common.graphs import GraphRecorder
-    from training.recorded import RecordedStep
-
-    name, began = f"gpt2_small{', compiled whole' if whole else ''}", time.perf_counter()
-    compiles = "off" if whole or bench.toy else "on"
-    training = bench.open(f"--config gpt2_small.json --compile {compiles} --graphs off", 32_000)
-    if whole and not bench.toy:
-        training.step_model = torch.compile(training.model, dynamic=False)
+    began = time.perf_counter()
+    training = bench.open(f"--config gpt2_small.json --compile {'off' if bench.toy else 'on'}", 32_000)
     training.step()
     bench.synchronize()
-    bench.note(name, first_step_seconds=time.perf_counter() - began)
-    ms, clock = bench.time(training.step, 5.0), clocks()
-    bench.note(name, ms=ms, peak_gb=(training.hardware.peak_memory() or 0) / 1e9, clock=clock)
-    count = 2 if bench.toy else 10
+    bench.note("gpt2_small", first_step_seconds=time.perf_counter() - began)
+    bench.note("gpt2_small", ms=bench.time(training.step, 5.0), peak_gb=(training.hardware.peak_memory() or 0) / 1e9)
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
-        for _ in range(count):
-            training.step()
+        training.step()
         bench.synchronize()
-    spent: Counter[str] = Counter()
-    for event in trace.events():
-        if str(event.device_type).endswith("CUDA"):
-            spent[event.name[:60]] += event.time_range.elapsed_us() / 1000 / count
-    print("\n".join(f"{ms:9.4f} ms  {kernel}" for kernel, ms in spent.most_common(40)))
-    attention = {kernel: ms for kernel, ms in spent.items() if re.search("flash|fmha|cudnn|attention", kernel)}
-    bench.note(name, busy_ms=sum(spent.values()), attention_ms=attention)
-    if not bench.toy:
-        training.recorded = RecordedStep(training, GraphRecorder())
-        bench.note(name, recorded_ms=bench.time(training.step, 5.0))
-
-
-def clocks() -> str:
-    with contextlib.suppress(OSError):
-        asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    return ""
+    own = "self_cpu_time_total" if bench.toy else "self_device_time_total"
+    print(trace.key_averages().table(sort_by=own, row_limit=40, max_name_column_width=60))
 
 
 def generation(bench: Bench) -> None:
-    """Time generation per token, with a cache of 256 and of 1,024 tokens."""
-    import torch
-
-    from generation import stream
-    from generation.sampling import Sampling
-    from model import TransformerLanguageModel
-    from model_config import ModelConfig
-
-    recorder, sizes = stream.build_recorder, (80, 64, 2, 2) if bench.toy else (32_000, 768, 12, 12)
-    for name, form in (("GPT-2", dict[str, Any]()), ("modern", MODERN)):
-        torch.manual_seed(0)
-        model = TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024, **form))
-        with torch.no_grad():
-            model.head.weight.mul_(8)  # spread like a trained model's logits, so that top_p removes most tokens
-        model.to(bench.device, torch.bfloat16).eval()
-        bias = torch.zeros(model.config.vocab_size, device=bench.device)
-        for rows, count, is_recorded in itertools.product((1, 32), (40,) if bench.toy else (240, 1000), (False, True)):
-            stream.build_recorder = recorder if is_recorded else lambda device: None
-            prompts = torch.randint(model.config.vocab_size, (rows, 16)).tolist()
-            tokens = stream.stream(model, prompts, Sampling(count, temperature=0.8, top_p=0.9), bias)
-            times = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(tokens, 100))]
-            gaps = [1000 * (later - earlier) for earlier, later in itertools.pairwise(times)]
-            figures = {"ms": statistics.median(gaps[len(gaps) // 2 :]), "first_ms": gaps[0]}
-            bench.note(f"{name}, {rows} x {count} tokens{', recorded' * is_recorded}", **figures)
-    stream.build_recorder = recorder
+    """Time generation per token."""
+    toy = "--toy" if bench.toy else ""
+    words = f"--generation --device {bench.device} --output_dir {bench.folder} {toy}"
+    bench.note("generation", table=re.findall(r"(?m)^\| .*", bench.run(f"benchmarks/peers.py {words}")))
 
 
 def nanogpt(bench: Bench) -> None:
-    """Time nanoGPT's step as its train.py takes it, compiled on a GPU."""
-    from benchmarks import peers
-    from common.machine import pick_device
-
-    for name in ("toy",) if bench.toy else ("gpt2_small", "shakespeare_char"):
-        case, began = peers.choose_cases(not bench.toy)[name], time.perf_counter()
-        tokens = str(bench.tokens(case.vocab_size))
-        step = peers.build_nanogpt(
-            peers.Workload(case, tokens, pick_device(bench.device), str(bench.peers / "nanogpt"))
-        ).step
-        step()
-        bench.synchronize()
-        first = time.perf_counter() - began
-        bench.note(f"nanoGPT, {name}", first_step_seconds=first, ms=bench.time(step, 3.0))
-
-
-def nanochat(bench: Bench) -> None:
-    """Time nanochat's step at depth 12, compiled, and its decoding loop."""
-    import torch
-
-    sys.path.insert(0, str(bench.peers))
-    sys.modules["nanochat.checkpoint_manager"] = types.SimpleNamespace(load_model=None)  # type: ignore[assignment]
-    gpt, engine = (importlib.import_module(f"nanochat.{part}") for part in ("gpt", "engine"))
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(512, 32_000, 12, 6, 6, 768, window_pattern="L"))
-    model.to_empty(device="cuda")
-    model.init_weights()
-    optimizer, compiled = model.setup_optimizer(), torch.compile(model, dynamic=False)
-    x, y = torch.randint(32_000, (2, 64, 512), device="cuda")
-
-    def step() -> None:
-        compiled(x, y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    bench.note("nanochat, depth 12", ms=bench.time(step, 3.0), parameters=sum(p.numel() for p in model.parameters()))
-    with torch.inference_mode():
-        cache, times = engine.KVCache(1, 6, 512, 128, 12, "cuda", torch.bfloat16), list[float]()
-        generator, logits = torch.Generator("cuda").manual_seed(1), model(x[:1, :16], kv_cache=cache)[:, -1]
-        for _ in range(200):
-            token = engine.sample_next_token(logits, generator, 0.8, 50)
-            token.tolist()
-            times.append(time.perf_counter())
-            logits = model(token, kv_cache=cache)[:, -1]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    bench.note("nanochat, depth 12", ms_of_a_token=1000 * statistics.median(gaps[50:]))
+    """Time nanoGPT's step as its train.py takes it, compiled on a GPU, and ours beside it."""
+    shape = TOY if bench.toy else "--config gpt2_small.json"
+    words = f"--device {bench.device} --output_dir {bench.folder} --nanogpt {bench.nanogpt}"
+    output = bench.run(f"benchmarks/peers.py {shape} {words} --only nanoGPT 'this trainer'")
+    bench.note("nanoGPT", table=re.findall(r"(?m)^\| .*", output))
 
 
 def own_text(bench: Bench) -> None:
@@ -321,9 +204,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "generation": (generation, 80),
     "steps": (steps, 150),
     "gpt2_small": (gpt2_small, 90),
-    "gpt2_small_whole": (lambda bench: gpt2_small(bench, whole=True), 120),
     "nanogpt": (nanogpt, 120),
-    "nanochat": (nanochat, 120),
     "own_text": (own_text, 200),
 }
 
@@ -331,28 +212,21 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/gpu.py", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", default=list(PARTS), help=f"any of {', '.join(PARTS)} [all]"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", default=str(RESULTS / "gpu.json"), help="[docs/benchmarks/gpu.json]"
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
+    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "gpu.json"), help="figures of all calls")
     parser.add_argument("--folder", metavar="DIR", default="runs/gpu", help="folder for runs and outputs [runs/gpu]")
     parser.add_argument("--books", metavar="FILE", help="a text for own_text")
-    parser.add_argument(
-        "--peers", metavar="DIR", default=".peers", help="contains nanogpt/model.py and nanochat/ [.peers]"
-    )
+    parser.add_argument("--nanogpt", metavar="PATH", default=".", help="a checkout of nanoGPT")
     parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", help="run this part, in this process")
     add_debug(parser)
     flags = parser.parse_args(argv)
-    bench = Bench(Path(flags.folder).absolute(), flags.toy, flags.books, Path(flags.peers).absolute())
+    bench = Bench(Path(flags.folder).absolute(), flags.toy, flags.books, Path(flags.nanogpt).absolute())
     bench.folder.mkdir(parents=True, exist_ok=True)
     if flags.part:
         PARTS[flags.part][0](bench)
         return 0
-    require_known_names("--only", flags.only, PARTS)
-    words = ["--folder", flags.folder, "--peers", flags.peers, *(["--books", flags.books] if flags.books else [])]
+    words = ["--folder", flags.folder, "--nanogpt", flags.nanogpt, *(["--books", flags.books] if flags.books else [])]
     path, failed = Path(flags.output), list[str]()
     for name in flags.only:
         output, began = bench.folder / f"{name}.txt", time.perf_counter()

@@ -4,16 +4,15 @@
     python benchmarks/learning.py --runs "--input my_text.txt --minutes 5" "--config small_modern.json"
     python benchmarks/learning.py --law books.txt.gz
 
-The later variants start from the flags of the first and change them. Results are the lowest and the last validation
-loss of each run, in bits per byte. --at_once N trains N runs in parallel, one thread each. --law trains the runs behind
-the dial's forecasts (docs/choosing.md) on passages of many books, fits the law to five out of six, and tests it on the
-others. A finished run is not trained again.
+The later variants start from the flags of the first and change them. Results are the lowest validation loss of each
+run, in bits per byte. --at_once N trains N runs in parallel, one thread each. --law trains the runs behind the dial's
+forecasts (docs/choosing.md) on passages of many books, fits the law to five out of six, and tests it on the others. A
+finished run is not trained again.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -70,27 +69,17 @@ def train(words: Sequence[str], run_dir: Path, threads: int | None) -> dict[str,
     curve = [(row["epoch"], row["val_bits_per_byte"]) for row in rows if "val_bits_per_byte" in row]
     if not curve:
         raise ConfigError(f"{shlex.join(words)} was never evaluated. Set --eval_interval.")
-    epoch, lowest = min(curve, key=lambda point: point[1])
-    last = {"tokens": rows[-1]["tokens"], "seconds": rows[-1]["elapsed_seconds"], "last": curve[-1][1]}
-    return last | {"lowest": lowest, "at_epoch": epoch, "curve": curve}
+    return {"tokens": rows[-1]["tokens"], "lowest": min(loss for _, loss in curve), "curve": curve}
 
 
 def format_table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """Return a table of the variants: the lowest loss of each seed, the mean, the difference from the first variant."""
     means = {name: fmean(run["lowest"] for run in seeds.values()) for name, seeds in results.items()}
-    first = next(iter(means))
-    formats = {"tokens": ",.0f", "seconds": ".0f", "lowest": ".4f", "at_epoch": ".1f", "last": ".4f"}
-    rows = [
-        [
-            f"`{name}`",
-            *(", ".join(f"{run[key]:{digits}}" for run in seeds.values()) for key, digits in formats.items()),
-            f"{means[name]:.4f}",
-            "" if name == first else f"{means[name] - means[first]:+.4f}",
-        ]
-        for name, seeds in results.items()
-    ]
-    columns = ["flags", "tokens", "seconds", "lowest, by seed", "at epoch", "last", "mean of the lowest", "difference"]
-    return markdown_table(columns, rows)
+    first, rows = next(iter(means.values())), []
+    for name, seeds in results.items():
+        lowest = ", ".join(f"{run['lowest']:.4f}" for run in seeds.values())
+        rows.append([f"`{name}`", lowest, f"{means[name]:.4f}", f"{means[name] - first:+.4f}"])
+    return markdown_table(["flags", "lowest, by seed", "mean", "difference"], rows)
 
 
 def build_law_runs(books: str, folder: Path) -> dict[str, list[str]]:
@@ -166,12 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[1337], help="[1337]")
     parser.add_argument("--at_once", type=int, metavar="N", default=1, help="runs in parallel [1]")
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/learning", help="[runs/learning]")
-    parser.add_argument("--name", default="learning", help="name of the result files [learning]")
     add_result_flags(parser)
     flags = parser.parse_args(argv)
     if bool(flags.runs) == bool(flags.law):
         raise ConfigError("Give either --runs or --law.")
-    runs_dir, stem = Path(flags.runs_dir), Path(flags.output_dir) / flags.name
+    runs_dir, stem = Path(flags.runs_dir), Path(flags.output_dir) / ("law" if flags.law else "learning")
     if flags.law:
         variants = build_law_runs(flags.law, runs_dir)
         for words in variants.values():  # here, so that two runs do not tokenize at once
@@ -183,9 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run_task(task: tuple[str, int, list[str]]) -> dict[str, Any]:
         words = [*task[2], "--device", flags.device]
-        flag_text = " ".join(words)  # may be longer than a file name can be
-        readable = re.sub(r"[^\w.]+", "_", flag_text).strip("_")[-100:]
-        run_dir = runs_dir / f"{readable}_{zlib.crc32(flag_text.encode()):08x}"
+        run_dir = runs_dir / f"{zlib.crc32(' '.join(words).encode()):08x}"
         return train(words, run_dir, threads=1 if flags.at_once > 1 else None)
 
     results: dict[str, dict[int, dict[str, Any]]] = {}

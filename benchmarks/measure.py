@@ -14,47 +14,20 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.errors import ConfigError
 from common.files import sha256_file
 from common.flags import Parser, add_debug
-from common.validation import suggest
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
-CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # PyTorch, oneDNN, MKL
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median and range of several measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Mapping[str, Any]], key: str) -> Spread:
-        return cls.from_values([row[key] for row in rows])
-
-    def format(self, digits: str = ".3g") -> str:
-        """Return "median (low to high)", each number formatted with `digits`."""
-        return f"{self.median:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
-
-
-Measurements = dict[str, list[dict[str, Any]]]  # results by command, in the order measured
+Measurements = dict[str, list[float]]  # seconds per step by command, in the order measured
 
 
 def add_result_flags(parser: Parser) -> None:
@@ -63,37 +36,31 @@ def add_result_flags(parser: Parser) -> None:
     add_debug(parser)
 
 
-def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple[Measurements, dict[str, str]]:
+def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int, tokens: int) -> tuple[Measurements, str]:
     """Run each command `rounds` times in turn, A B C A B C, so that a drift in the machine's speed affects all alike.
+    Each prints its seconds per step, of `tokens` tokens, on its last line.
 
-    Returns the JSON object on the last line of each output, and the error of each command that failed. A command that
-    fails is left out of the following rounds.
+    Returns them, and a table with the median, lowest and highest speed-up over the first command, round by round.
+    Raises CalledProcessError for a command that fails.
     """
     measured: Measurements = {name: [] for name in commands}
-    failed: dict[str, str] = {}
     for _ in range(rounds):
-        for name in list(measured):
-            run = subprocess.run(list(commands[name]), capture_output=True, text=True)
-            if run.returncode:
-                failed[name] = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-                print(f"{name} failed: {failed[name]}")
-                del measured[name]
-                continue
-            measured[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
-    return measured, failed
+        for name, command in commands.items():
+            output = subprocess.check_output(list(command), text=True)
+            measured[name].append(float(output.strip().splitlines()[-1]))
+    rows, first = [], next(iter(measured.values()))
+    for name, seconds in measured.items():
+        ratios = [base / each for base, each in zip(first, seconds, strict=True)]
+        speedup = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        median = statistics.median(seconds)
+        rows.append([name, f"{1000 * median:,.1f}", f"{tokens / median:,.0f}", speedup])
+    columns = ["", "ms a step", "tokens/s", "times as fast as the first (lowest to highest)"]
+    return measured, markdown_table(columns, rows)
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
     """Return values as flags: {"epochs": 2} -> ["--epochs", "2"]."""
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
-
-
-def require_known_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for the first unknown name."""
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{flag} has no {name!r}.{suggest(name, known)} Choose from: {', '.join(known)}.")
 
 
 def describe_machine(device: str = "auto") -> dict[str, Any]:
@@ -130,8 +97,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str) -> None:
     """Write the results as `stem`.json and, with the command that produced them, as the page `stem`.md."""
-    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
-    command = " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
+    command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"command": command, **results}, indent=1) + "\n")
     machine = results["machine"]

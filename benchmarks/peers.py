@@ -1,168 +1,152 @@
-"""Compare training speed with a plain PyTorch loop and nanoGPT, with the same shapes and batch.
+"""Time a training step from a plain PyTorch loop up to this trainer's, one technique more per rung, and nanoGPT's.
 
-    python benchmarks/peers.py --nanogpt PATH_OF_A_CHECKOUT
+Or time generation, or the pre-tokenizer:
 
-The contestants take turns, each measurement in a new process. Results go to docs/benchmarks/, one file per kind of
-machine.
+    python benchmarks/peers.py --config small.json --nanogpt PATH_OF_A_CHECKOUT
+    python benchmarks/peers.py --generation
+    python benchmarks/peers.py --tokenizing my_text.txt
+
+Each rung keeps the techniques of those before it. The steps are taken in turn, each measurement in a new process. Other
+flags are the trainer's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
-import json
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 if __name__ == "__main__":  # a script's import path is its own folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 from benchmarks.measure import (
-    Measurements,
-    Spread,
+    ROOT,
     add_result_flags,
     describe_machine,
-    flag_words,
     machine_slug,
     markdown_table,
     measure_in_turn,
-    require_known_names,
     write_random_tokens,
     write_results,
 )
-from benchmarks.workload import TimedRun, time_steps
-from common.errors import ConfigError
+from benchmarks.workload import TimedRun, spread_logits, time_steps, time_tokens
 from common.flags import Parser
-from common.machine import has_fast_bf16, pick_device
+from common.machine import cpu_bf16_flag, has_fast_bf16, pick_device
 from common.script import script
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.hardware import Hardware
+from tokenization.corpus import find_sources, read_blocks
+from tokenization.documents import read_pieces
+from tokenization.encoding import encode_in_order, read_chunks
+from tokenization.metadata import choose_dtype
+from tokenizer import load_tokenizer
+from tokenizer_bpe import BPETokenizer
+from training.config import Config, parse_config
 
-TOKENS = 2_000_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model shape and batch size. Our trainer chooses its settings for a run of `max_steps`."""
-
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    max_seq_len: int
-    vocab_size: int
-    batch_size: int
-    max_steps: int
-
-    @property
-    def shape(self) -> ModelConfig:
-        sizes = self.vocab_size, self.embed_dim, self.num_heads, self.num_layers
-        return ModelConfig(*sizes, max_seq_len=self.max_seq_len)
+TOKENS = 20_000_000  # 40 MB, more than a CPU's caches hold
+MEGABYTE = 1_000_000
+RUNGS = ("plain loop", "vectorized batches", "bf16", "compile", "flash attention", "nanoGPT", "this trainer")
+GENERATION_CASES = [(1, 16), (1, 128), (1, 512), (1, 900), (4, 16), (16, 16), (32, 16)]  # texts, tokens of each prompt
+NEW_TOKENS = 24
 
 
-def choose_cases(is_cuda: bool) -> dict[str, Case]:
-    return {
-        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
-        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
-        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
-        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
-    }
+def materialized_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Causal attention with all scores in memory, as textbooks write it. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
+    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, T)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
-class Contestant(NamedTuple):
-    """A model ready to train: `step()` is one update."""
+def build_step(techniques: Sequence[str], config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+    """Return a training step with these techniques; all have fp32 weights, AdamW, and gradients clipped at 1."""
+    if "flash attention" not in techniques:
+        F.scaled_dot_product_attention = cast(Any, materialized_attention)
+    model = TransformerLanguageModel(config.shape(config.vocab_size)).to(device)
+    step_model = torch.compile(model) if "compile" in techniques else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
+    mapped, T = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r"), config.max_seq_len
+    tokens = torch.from_numpy(mapped.astype(np.int32)).to(device)
 
-    step: Callable[[], object]
-    parameters: int
-    about: Mapping[str, Any] = {}
+    def draw_batch() -> torch.Tensor:
+        """Return random windows, (rows, T + 1), int64."""
+        starts = torch.randint(len(tokens) - T, (config.sequences_per_step,))
+        if "vectorized batches" in techniques:
+            return tokens.unfold(0, T + 1, 1)[starts.to(device)].long()
+        return torch.stack([torch.tensor(mapped[start : start + T + 1].tolist()) for start in starts]).to(device)
 
-
-class Workload(NamedTuple):
-    """The case, data and device of a measurement."""
-
-    case: Case
-    folder: str
-    device: torch.device
-    nanogpt_path: str
-
-    def batches(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that draws inputs and targets, each (B, T) int64, row by row from a memory map, as most
-        code does."""
-        tokens = np.memmap(Path(self.folder) / "tokens.bin", "<u2", mode="r")
-        T = self.case.max_seq_len
-
-        def rows(starts: Sequence[int]) -> torch.Tensor:
-            batch = torch.stack([torch.from_numpy(tokens[start : start + T].astype(np.int64)) for start in starts])
-            return batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
-
-        def draw() -> tuple[torch.Tensor, torch.Tensor]:
-            starts = torch.randint(len(tokens) - T, (self.case.batch_size,)).tolist()
-            return rows(starts), rows([start + 1 for start in starts])
-
-        return draw
-
-
-def build_ours(work: Workload) -> Contestant:
-    """Build the trainer's own step with its automatic choices."""
-    values = {"data_dir": work.folder, **dataclasses.asdict(work.case)}
-    del values["vocab_size"]  # the trainer takes it from the tokens
-    run = TimedRun.open([*flag_words(values), "--device", work.device.type])
-    about = {"precision": run.hardware.precision, "compiled": run.hardware.compiles}
-    return Contestant(run.step, run.model.num_parameters(), about)
-
-
-def build_plain_pytorch(work: Workload) -> Contestant:
-    """Build our model in a plain loop: fp32, eager, unfused AdamW, rows stacked one by one."""
-    model = TransformerLanguageModel(work.case.shape).to(work.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
-    draw = work.batches()
-
-    def step() -> None:
-        inputs, targets = draw()
-        optimizer.zero_grad(set_to_none=True)
-        model(inputs, targets).backward()
+    def take_step() -> None:
+        windows = draw_batch()
+        with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in techniques and has_fast_bf16(device)):
+            loss = step_model(windows[:, :-1], windows[:, 1:])
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # as a loop that prints every loss does
 
-    return Contestant(step, model.num_parameters())
+    return take_step
 
 
-def build_nanogpt(work: Workload) -> Contestant:
-    """Build nanoGPT's model and optimizer as its train.py uses them.
+def draw_ladder(medians: dict[str, float], title: str, path: Path) -> None:
+    figure, values = Figure(figsize=(8, 3.2), layout="constrained"), list(medians.values())
+    axes = figure.subplots()
+    bars = axes.barh(list(medians), values)
+    axes.bar_label(bars, [f"{value:.3g} s, {values[0] / value:.1f}x" for value in values], padding=4)
+    axes.set(xlabel="seconds per training step", title=title, xlim=(0, 1.25 * max(values)))
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def build_nanogpt(path: str, config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+    """Return a step of nanoGPT's model and optimizer as its train.py takes it, on batches stacked row by row.
 
     CPU: fp32, eager, unfused AdamW. CUDA: compiled, bf16 (or fp16 if the GPU lacks it), TF32, fused AdamW. Its head is
     always tied, so it updates fewer parameters.
     """
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(work.nanogpt_path) / "model.py")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclass looks itself up in sys.modules
     spec.loader.exec_module(module)
-    case = work.case
     shape = module.GPTConfig(
-        block_size=case.max_seq_len, vocab_size=case.vocab_size, n_layer=case.num_layers, n_head=case.num_heads,
-        n_embd=case.embed_dim, dropout=0.0, bias=True,
+        block_size=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.num_layers, n_head=config.num_heads,
+        n_embd=config.embed_dim, dropout=0.0, bias=True,
     )  # fmt: skip
-    model = module.GPT(shape).to(work.device)
-    parameters = sum(p.numel() for p in model.parameters())
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), work.device.type)
+    model = module.GPT(shape).to(device)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
     precision, step_model = torch.float32, model
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    if work.device.type == "cuda":
+    if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        precision = torch.bfloat16 if has_fast_bf16(work.device) else torch.float16
+        precision = torch.bfloat16 if has_fast_bf16(device) else torch.float16
         autocast = lambda: torch.amp.autocast("cuda", precision)  # noqa: E731
         step_model = torch.compile(model)
-    scaler = torch.amp.GradScaler(work.device.type, enabled=precision == torch.float16)
-    draw = work.batches()
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
+    tokens, T = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r"), config.max_seq_len
+
+    def draw() -> list[torch.Tensor]:
+        """Return inputs and targets, each (B, T) int64."""
+        starts = torch.randint(len(tokens) - T, (config.batch_size,)).tolist()
+        windows = torch.stack([torch.from_numpy(tokens[start : start + T + 1].astype(np.int64)) for start in starts])
+        parts = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if device.type == "cpu":
+            return list(parts)
+        return [part.pin_memory().to(device, non_blocking=True) for part in parts]
+
     batch = draw()
 
     def step() -> None:
@@ -177,114 +161,99 @@ def build_nanogpt(work: Workload) -> Contestant:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-    return Contestant(step, parameters)
+    return step
 
 
-CONTESTANTS = {"ours": build_ours, "plain PyTorch": build_plain_pytorch, "nanoGPT": build_nanogpt}
-
-
-def measure(name: str, work: Workload, seconds: float) -> dict[str, Any]:
-    """Measure one contestant in this process."""
+def time_generation(device: torch.device, toy: bool) -> str:
+    """Time GPT-2 small's generation per token, without the prompt, at several batch sizes and lengths."""
     torch.manual_seed(0)
-    contestant = CONTESTANTS[name](work)
-    # `detect_hardware` would change settings of the process, which only our trainer should get.
-    hardware = Hardware(work.device, "", "fp32", "", False, "", peak_flops=None, memory_bytes=None)
-    contestant.step()
-    hardware.synchronize()
-    step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
-    peak = hardware.peak_memory()
-    return {
-        **contestant.about,
-        "parameters": contestant.parameters,
-        "tokens_per_second": work.case.batch_size * work.case.max_seq_len / step_seconds,
-        "ms_per_step": 1000 * step_seconds,
-        "steps": steps,
-        "peak_memory_gb": peak and peak / 1e9,
-    }
+    sizes = (80, 64, 2, 2) if toy else (32_000, 768, 12, 12)
+    model = spread_logits(TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024)))
+    dtypes = [torch.float32, *[torch.bfloat16] * bool(cpu_bf16_flag())]
+    rows = []
+    for dtype in [torch.bfloat16] if device.type == "cuda" else dtypes:
+        model.to(device, dtype).eval()
+        for texts, held in [GENERATION_CASES[0], *GENERATION_CASES]:  # the first warms up
+            gap = statistics.median(time_tokens(model, texts, held, NEW_TOKENS))
+            what = f"{texts} x {held}, {str(dtype).removeprefix('torch.')}"
+            rows.append([what, f"{1000 * gap:.2f}", f"{texts / gap:,.0f}"])
+    return markdown_table(["texts x tokens held", "ms a step", "tokens/s"], rows[1:])
 
 
-def format_table(measured: Measurements) -> str:
-    def speedup(name: str) -> str:
-        """Compare round by round, so that a drift in the machine's speed cancels out."""
-        pairs = zip(measured["ours"], measured[name], strict=False)
-        return Spread.from_values([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]).format(".2f")
+def time_tokenizing(text: str, toy: bool) -> str:
+    """Time the pre-tokenizer: the whole command, training the vocabulary alone, encoding alone."""
+    vocab_size, sources = 400 if toy else 32_000, find_sources([text])
+    megabytes = sum(len(block) for source in sources for block in read_blocks(source)) / MEGABYTE
+    rows = []
 
-    rows = [
-        [
-            name,
-            f"{rows[0]['parameters']:,}",
-            Spread.from_rows(rows, "tokens_per_second").format(",.0f"),
-            Spread.from_rows(rows, "ms_per_step").format(",.1f"),
-            "" if name == "ours" else speedup(name),
-            f"{max(row['peak_memory_gb'] or 0 for row in rows):.2f}",
-        ]
-        for name, rows in measured.items()
-    ]
-    columns = ["", "parameters", "tokens/s", "ms per step", "speedup of ours", "peak GB"]
-    return markdown_table(columns, rows)
+    def add_row(what: str, began: float) -> None:
+        seconds = time.perf_counter() - began
+        rows.append([what, f"{megabytes:.1f}", f"{seconds:.1f}", f"{megabytes / seconds:.1f}"])
 
-
-def format_page(results: Mapping[str, Any]) -> str:
-    """Return the results as Markdown."""
-    parts = [
-        "Median (lowest to highest) of the rounds. Speedups are computed round by round. Memory is allocated memory on "
-        "a GPU, resident memory on a CPU.\n"
-    ]
-    for name, result in results["cases"].items():
-        chose, case = result["measured"]["ours"][0], Case(**result["case"])
-        parts.append(
-            f"## {name}: {case.num_layers} x {case.embed_dim}, context {case.max_seq_len}, batch {case.batch_size}, "
-            f"vocabulary {case.vocab_size:,}\n\n{format_table(result['measured'])}\n\n"
-            f"Ours chose {chose['precision']}{', compiled' if chose['compiled'] else ''}, for a run of "
-            f"{case.max_steps:,} steps.\n"
-        )
-    return "\n".join(parts)
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--input", text, "--output_dir", folder, "--vocab_size", str(vocab_size)]
+        began = time.perf_counter()
+        subprocess.run([sys.executable, str(ROOT / "tokenize_local_bpe.py"), *words], check=True, stdout=sys.stderr)
+        add_row("the whole command", began)
+        tokenizer = load_tokenizer(Path(folder) / "bpe_tokenizer.json")
+    began = time.perf_counter()
+    BPETokenizer.train((piece.text for piece in read_pieces(sources)), vocab_size)
+    add_row("training the vocabulary", began)
+    for workers in dict.fromkeys((os.cpu_count() or 1, 1)):
+        began = time.perf_counter()
+        chunks = read_chunks(lambda on_read: read_pieces(sources, on_read=on_read), 4 * MEGABYTE)
+        for _ in encode_in_order(tokenizer, chunks, "error", choose_dtype(vocab_size), workers):
+            pass
+        add_row(f"encoding alone, threads: {workers}", began)
+    return markdown_table(["what", "MB", "s", "MB/s"], rows)
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
-    names = list(choose_cases(False))
-    parser.add_argument(
-        "--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"any of {', '.join(names)} [all]"
-    )
-    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, which is then measured, too")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help='contestants besides ours, like "plain PyTorch" [all]'
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements per contestant [3]")
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per measurement; at least one step [4]")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this one in this process
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT: measured, too")
+    parser.add_argument("--only", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of {', '.join(RUNGS)} [all]")
+    parser.add_argument("--generation", action="store_true", help="instead: time generation, per token")
+    parser.add_argument("--tokenizing", metavar="FILE", help="instead: time the pre-tokenizer on this text")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes for generation and tokenizing")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each rung [1]")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per measurement; at least one step [5]")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # a rung and its tokens, in this process
     add_result_flags(parser)
-    flags = parser.parse_args(argv)
-    device = pick_device(flags.device)
-    if flags.worker:
-        name, case, folder = json.loads(flags.worker)
-        work = Workload(choose_cases(device.type == "cuda")[case], folder, device, flags.nanogpt)
-        print(json.dumps(measure(name, work, flags.seconds)))
+    flags, rest = parser.parse_known_args(argv)
+    device, machine = pick_device(flags.device), describe_machine(flags.device)
+    stem = Path(flags.output_dir) / f"speed_ladder-{machine_slug(machine)}"
+    if flags.generation or flags.tokenizing:
+        kind = "tokenizing" if flags.tokenizing else "generation"
+        table = time_tokenizing(flags.tokenizing, flags.toy) if flags.tokenizing else time_generation(device, flags.toy)
+        stem = stem.with_name(stem.name.replace("speed_ladder", kind))
+        write_results(stem, f"{kind.capitalize()} on this machine", {"machine": machine}, table)
         return 0
-    require_known_names("--cases", flags.cases, names)
-    only = ["ours", *(flags.only or [name for name in CONTESTANTS if name != "nanoGPT" or flags.nanogpt])]
-    require_known_names("--only", only, CONTESTANTS)
-    if flags.rounds < 1 or flags.seconds <= 0:
-        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
-    if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
-        raise ConfigError(f"--nanogpt {flags.nanogpt} has no model.py. Name a checkout of nanoGPT.")
-    machine = describe_machine(device.type)
-    results: dict[str, Any] = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "cases": {}}
-    words = ["--seconds", str(flags.seconds), "--device", device.type, "--nanogpt", flags.nanogpt or ""]
-    for name in flags.cases:
-        case = choose_cases(device.type == "cuda")[name]
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
-            workers = {each: json.dumps([each, name, str(folder)]) for each in only}
-            commands = {
-                each: [sys.executable, __file__, *words, "--worker", worker] for each, worker in workers.items()
-            }
-            measured, _ = measure_in_turn(commands, flags.rounds)
-        results["cases"][name] = {"case": dataclasses.asdict(case), "measured": measured}
-        stem = Path(flags.output_dir) / f"training-{machine_slug(machine)}"
-        write_results(stem, "Training speed compared with peers", results, format_page(results))
+    words = [*rest, "--device", device.type, "--optimizer", "adamw"]  # the same on every rung
+    config = parse_config(words)
+    if flags.worker:
+        rung, folder = flags.worker
+        if rung == "this trainer":
+            take_step: Callable[[], object] = TimedRun.open([*words, "--data_dir", folder]).step
+        elif rung == "nanoGPT":
+            take_step = build_nanogpt(flags.nanogpt, config, folder, device)
+        else:
+            take_step = build_step(RUNGS[: RUNGS.index(rung) + 1], config, folder, device)
+        take_step()  # compiles
+        print(time_steps(take_step, torch.cuda.synchronize if device.type == "cuda" else int, flags.seconds)[0])
+        return 0
+    missing = {"bf16": not has_fast_bf16(device), "nanoGPT": not flags.nanogpt}
+    rungs = flags.only or [rung for rung in RUNGS if not missing.get(rung)]
+    title = f"{config.name}, {config.sequences_per_step} x {config.max_seq_len} tokens a step, {machine['device']}"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        folder = str(write_random_tokens(Path(scratch) / "tokens", TOKENS, config.vocab_size))
+        words = [sys.executable, __file__, *words, "--seconds", str(flags.seconds), "--nanogpt", flags.nanogpt or ""]
+        commands = {rung: [*words, "--worker", rung, folder] for rung in rungs}
+        tokens = config.sequences_per_step * config.max_seq_len
+        measured, table = measure_in_turn(commands, flags.rounds, tokens)
+    write_results(stem, f"Speed ladder: {title}", {"machine": machine, "rungs": measured}, table)
+    medians = {rung: statistics.median(seconds) for rung, seconds in measured.items()}
+    draw_ladder(medians, title, stem.with_suffix(".png"))
     return 0
 
 

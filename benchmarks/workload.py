@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from generation.sampling import Sampling
+from generation.stream import stream
+from model import TransformerLanguageModel
 from training.compilation import prepare
 from training.config import parse_config
 from training.plan import make_run
@@ -57,3 +61,19 @@ def time_steps(step: Callable[[], object], synchronize: Callable[[], object], se
     time_calls(int(WARM_UP_SHARE * seconds / once))
     count = max(3, round(seconds / once)) if once < seconds else 1
     return time_calls(count) / count, count
+
+
+def spread_logits(model: TransformerLanguageModel) -> TransformerLanguageModel:
+    """Scale a new model's head, so that its logits spread like a trained model's and top_p removes most tokens."""
+    with torch.no_grad():
+        model.head.weight.mul_(8)
+    return model
+
+
+def time_tokens(model: TransformerLanguageModel, texts: int, held: int, count: int) -> list[float]:
+    """Return the seconds between tokens of `texts` texts at once that continue random prompts of `held` tokens."""
+    size = model.config.vocab_size
+    prompts, bias = torch.randint(size, (texts, held)).tolist(), torch.zeros(size, device=model.device)
+    tokens = stream(model, prompts, Sampling(count, temperature=0.8, top_p=0.9), bias)
+    times = [time.perf_counter() for _ in tokens]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from common.validation import build
 from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError
+from tokenizer_bpe import TokenizerError
 
 ROLES = ("system", "user", "assistant")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")

@@ -22,8 +22,7 @@ from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel, scale_frequencies
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
-from tokenizer_base import replace_surrogates
-from tokenizer_bpe import NFC, BPETokenizer, shorten_stage
+from tokenizer_bpe import NFC, BPETokenizer, replace_surrogates, shorten_stage
 
 if TYPE_CHECKING:
     import gguf

@@ -12,7 +12,7 @@ from common.output import cell
 from exchange.hf_model import CONVERSIONS, choose_hf_model_type
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from tokenizer_base import replace_surrogates
+from tokenizer_bpe import replace_surrogates
 from training.records import read_samples
 from training.state import Saved, read_state
 

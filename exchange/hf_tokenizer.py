@@ -15,8 +15,7 @@ from common.files import read_json
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
-from tokenizer_base import TokenizerError, read_tokenizer_json
-from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer, TokenizerError, read_tokenizer_json
 
 PROBE_PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "

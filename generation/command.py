@@ -32,7 +32,7 @@ from tokenization.encoding import encode_documents, sample_evenly
 from tokenization.extract import make_readable
 from tokenization.settings import Settings
 from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError, UnknownCharacterError
+from tokenizer_bpe import TokenizerError, UnknownCharacterError
 
 NEXT_SENTENCE_BYTES = 2e6  # text sampled for next sentences
 

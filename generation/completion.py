@@ -14,7 +14,7 @@ from generation.sampling import Sampling
 from generation.stream import forbid_unused_ids, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError, UnknownCharacterError
+from tokenizer_bpe import TokenizerError, UnknownCharacterError
 
 ROWS_AT_ONCE = 32  # limits the memory of the cache: about 40 MB per row for GPT-2 small
 

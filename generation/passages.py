@@ -22,7 +22,7 @@ from tokenization.held_out import find_passage_end
 from tokenization.metadata import TokenMetadata, read_mask, read_tokens
 from tokenization.token_folder import find_tokens
 from tokenizer import Tokenizer, load_tokenizer
-from tokenizer_base import UnknownCharacterError
+from tokenizer_bpe import UnknownCharacterError
 
 T = TypeVar("T")
 MAX_PASSAGES = 200

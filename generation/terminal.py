@@ -12,7 +12,7 @@ from generation.settings import Sampling
 from generation.stream import forbid_unused_ids, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError
+from tokenizer_bpe import TokenizerError
 
 
 def print_stream(

@@ -25,7 +25,7 @@ from generation.stream import forbid_unused_ids, stream
 from generation.terminal import max_prompt_tokens
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError, replace_surrogates
+from tokenizer_bpe import TokenizerError, replace_surrogates
 
 MAX_COMPARED = 3  # also the number of models kept in memory
 MAX_TOKENS = 1_000  # limits how long other visitors wait

@@ -12,17 +12,16 @@ import pytest
 
 from tests.helpers import ROOT, SOURCES
 
-GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
+GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_bpe"}
 CONFIG = {"training.config"}
 FLAGS = {"generation.settings", "tokenization.settings"}  # so that one script can say which other has a flag
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "model_config": set(),
     "model": {"model_config"},
-    "tokenizer_base": set(),
-    "tokenizer_bpe": {"tokenizer_base"},
-    "tokenizer": {"tokenizer_base", "tokenizer_bpe"},  # load_tokenizer opens a file of either kind
-    "common": {"model", "model_config", "tokenizer", "tokenizer_base"},
+    "tokenizer_bpe": set(),
+    "tokenizer": {"tokenizer_bpe"},  # load_tokenizer opens a file of either kind
+    "common": {"model", "model_config", "tokenizer", "tokenizer_bpe"},
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
     "training.config": GROUND | CONFIG | FLAGS,

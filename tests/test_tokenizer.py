@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenizer import CharacterTokenizer, load_tokenizer
-from tokenizer_base import TokenizerError, UnknownCharacterError
-from tokenizer_bpe import BPETokenizer
+from tokenizer_bpe import BPETokenizer, TokenizerError, UnknownCharacterError
 
 ABC = CharacterTokenizer.train("abc\n")
 

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tokenizer_base import TokenizerError
-from tokenizer_bpe import MAX_WHITESPACE, PROBE_TEXT, SPECIAL_TOKENS, WORD_BLOCK, BPETokenizer, cut_long_words
+from tokenizer_bpe import (
+    MAX_WHITESPACE,
+    PROBE_TEXT,
+    SPECIAL_TOKENS,
+    WORD_BLOCK,
+    BPETokenizer,
+    TokenizerError,
+    cut_long_words,
+)
 
 WORDS = "the cat sat on the mat; it's a naïve café, 12 345 déjà vu!\n\n    def f(x): return x**2\n 日本語 текст 😀 "
 TEXT = " ".join(random.Random(1).choices(WORDS.split(" "), k=5000)) + PROBE_TEXT

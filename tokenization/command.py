@@ -46,8 +46,7 @@ from tokenization.token_folder import (
     require_same_tokens,
 )
 from tokenizer import CharacterTokenizer, Tokenizer, character_counts, load_tokenizer
-from tokenizer_base import TokenizerError
-from tokenizer_bpe import MIN_VOCABULARY, BPETokenizer
+from tokenizer_bpe import MIN_VOCABULARY, BPETokenizer, TokenizerError
 
 MAX_LISTED_NAMES = 5
 NUM_LONGEST_TOKENS = 10

@@ -22,7 +22,7 @@ from tokenization.corpus import (
     require_unchanged,
 )
 from tokenization.settings import DOCUMENT_SEPARATOR, Settings
-from tokenizer_base import joining_character_class, replace_surrogates
+from tokenizer_bpe import joining_character_class, replace_surrogates
 
 # Longer text is cut into pieces. Without a good place to cut (no whitespace, or only whitespace), it is cut here
 # anyway, which may change a token. Waiting for a good place would mean searching the same text again and again.

@@ -16,7 +16,7 @@ from common.errors import DataError
 from tokenization.conversations import Conversation
 from tokenization.documents import Piece
 from tokenizer import CharacterTokenizer, Tokenizer
-from tokenizer_base import UnknownCharacterError
+from tokenizer_bpe import UnknownCharacterError
 
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to the end of a document
 

@@ -11,8 +11,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tokenizer_base import joining_character_class
-from tokenizer_bpe import BPETokenizer
+from tokenizer_bpe import BPETokenizer, joining_character_class
 
 MIN_MARKED_SHARE = 0.005  # share of the letters; stray marks in other text do not count
 SAMPLE_CHARACTERS = 8e6

@@ -25,7 +25,7 @@ from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
 from tokenizer import Tokenizer
-from tokenizer_base import UnknownCharacterError, joining_character_class
+from tokenizer_bpe import UnknownCharacterError, joining_character_class
 from training import parallel
 from training.config import Config
 from training.data import TokenData

@@ -27,7 +27,7 @@ from training.state import Previous
 from training.store import Store, finish_setting_aside, new_run_path
 from training.text import describe_changes
 
-REWARM_PEAK = 0.5  # relative to training from scratch (docs/benchmarks/growing.md)
+REWARM_PEAK = 0.5  # relative to training from scratch (docs/benchmarks/companion.md)
 WARMUP_SHARE = 0.02  # share of the steps
 MAX_VOCABULARY_RATIO = 1.5  # tokens per byte of the new text relative to the old; above, another vocabulary is better
 

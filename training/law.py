@@ -36,7 +36,7 @@ class Law(NamedTuple):
 
 
 MEASURED_LAW = Law(0.9591, 19.92, 0.39, 15.68, 0.198, 2.488, 0.0135)  # small runs on CPUs: docs/benchmarks/law.md
-PUBLIC_LAW = Law(0.2187, 6.270, 0.1286, 7.921, 0.1102, 2.848, 0.2773, 2.714)  # docs/benchmarks/public_losses.md
+PUBLIC_LAW = Law(0.2187, 6.270, 0.1286, 7.921, 0.1102, 2.848, 0.2773, 2.714)  # docs/benchmarks/law.md
 # The range of our own runs. Within it MEASURED_LAW is more accurate, beyond it PUBLIC_LAW.
 MAX_PARAMETERS, MIN_LETTERS, MAX_LETTERS = 3.3e6, 9e4, 9e6
 MIN_PASSES_GAIN = 0.01  # bits per letter

@@ -29,7 +29,7 @@ from generation.passages import (
     score_pair,
 )
 from generation.trace import TracedText, describe_share, read_training_text
-from tokenizer_base import TokenizerError
+from tokenizer_bpe import TokenizerError
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, answer_prompts, evaluated_windows, perplexity, write_samples
 from training.memory import attempt

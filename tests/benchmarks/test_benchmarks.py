@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import generation, gpu, learning, peers, speed_ladder, tokenizing
+from benchmarks import gpu, learning, peers
 from benchmarks.workload import TimedRun
 from tests.forked import fork_what_is_measured
 from tests.helpers import WORDS, generated_text
@@ -66,32 +66,22 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
     assert losses == pytest.approx(logged, rel=2e-6)
 
 
-def test_peers_are_measured_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_what_is_measured(monkeypatch)
-    (tmp_path / "model.py").write_text(NANOGPT)
-    flags = ["--cases", "toy", "--rounds", "1", "--seconds", "0.02", "--device", "cpu", "--nanogpt", str(tmp_path)]
-    assert peers.main([*flags, "--output_dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("training-cpu-*.json")
-    measured = json.loads(path.read_text())["cases"]["toy"]["measured"]
-    counts = {name: rows[0]["parameters"] for name, rows in measured.items()}
-    assert counts == {"ours": counts["ours"], "plain PyTorch": counts["ours"], "nanoGPT": counts["ours"] - 65 * 32}
-    page = path.with_suffix(".md").read_text()
-    for name, (row,) in measured.items():
-        assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["ms_per_step"] * 1000) and f"| {name} | " in page
-
-
-def test_each_rung_of_the_ladder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rung_of_the_ladder_is_measured_and_nanogpt_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uncompiled here, because compiling takes longer than all else."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    monkeypatch.setattr(speed_ladder, "TOKENS", 10_000)
+    monkeypatch.setattr(peers, "TOKENS", 10_000)
     fork_what_is_measured(monkeypatch)
+    (tmp_path / "model.py").write_text(NANOGPT)
     shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--max_seq_len", "16", "--batch_size", "4"]
-    flags = [*shape, "--seconds", "0.02", "--device", "cpu", "--output_dir", str(tmp_path)]
-    assert speed_ladder.main(["--config", "small.json", *flags]) == 0
+    flags = [*shape, "--seconds", "0.02", "--device", "cpu", "--output_dir", str(tmp_path), "--nanogpt", str(tmp_path)]
+    assert peers.main(["--config", "small.json", *flags]) == 0
     (path,) = tmp_path.glob("speed_ladder-cpu-*.json")
     rungs, page = json.loads(path.read_text())["rungs"], path.with_suffix(".md").read_text()
-    assert {"plain loop", "vectorized batches", "compile", "flash attention", "this trainer"} <= rungs.keys()
-    assert all(rows[0]["seconds"] > 0 and f"| {rung} | " in page for rung, rows in rungs.items())
+    assert set(peers.RUNGS) - {"bf16"} <= rungs.keys()
+    for rung, (seconds,) in rungs.items():
+        assert seconds > 0 and f"| {rung} | {1000 * seconds:,.1f} | {4 * 16 / seconds:,.0f} | " in page
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,20 +101,14 @@ def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:
     assert sum("not fitted" in row[7] for row in rows) >= 4
 
 
-def test_generation_is_timed_at_each_length_and_batch_size(tmp_path: Path) -> None:
-    assert generation.main(["--toy", "--device", "cpu", "--output_dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("generation-*.json")
-    seconds = json.loads(path.read_text())["seconds"]
-    assert {f"{rows} x {held}, float32" for rows, held in generation.CASES} <= seconds.keys()
-    assert all(0 < each < 60 for each in seconds.values())
-
-
-def test_tokenizing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_and_tokenizing_are_timed(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(generated_text(200_000))
-    assert tokenizing.main(["--input", str(tmp_path / "text.txt"), "--vocab_size", "400"]) == 0
-    printed = capsys.readouterr().out
-    rows = ("training the vocabulary", "encoding alone, 1 thread", "the whole command")
-    assert all(f"| {row} | 0.2 |" in printed for row in rows)
+    flags = ["--toy", "--device", "cpu", "--output_dir", str(tmp_path)]
+    assert peers.main(["--generation", *flags]) == peers.main(["--tokenizing", str(tmp_path / "text.txt"), *flags]) == 0
+    pages = "".join(page.read_text() for page in tmp_path.glob("*-cpu-*.md"))
+    texts = [f"{rows} x {held}, float32" for rows, held in peers.GENERATION_CASES]
+    for row in (*texts, "training the vocabulary", "encoding alone, threads: 1", "the whole command"):
+        assert f"| {row} | " in pages
 
 
 @pytest.mark.parametrize("part", ["machine", "steps", "gpt2_small", "generation"])

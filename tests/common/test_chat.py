@@ -23,8 +23,7 @@ from common.chat import (
 )
 from exchange.hf_tokenizer import build_chat_jinja
 from tokenizer import CharacterTokenizer
-from tokenizer_base import TokenizerError
-from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer
+from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer, TokenizerError
 
 TEMPLATE = ChatTemplate()
 BPE = BPETokenizer.train([PROBE_TEXT * 3, "User: What is it?\nAssistant: It is it.\n" * 20], vocab_size=450)

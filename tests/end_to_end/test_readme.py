@@ -23,7 +23,7 @@ README, CONTRIBUTING, SERVING, ELSEWHERE, CONFIGS, CHOOSING = (
         "CONTRIBUTING.md",
         "docs/serving.md",
         "docs/exchange.md",
-        "docs/benchmarks/configs.md",
+        "configs/README.md",
         "docs/choosing.md",
     )
 )

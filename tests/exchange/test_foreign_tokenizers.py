@@ -27,8 +27,7 @@ from tests.languages import COMPOSED, MARKED
 from tests.models import random_model
 from tokenization.documents import find_cut
 from tokenizer import load_tokenizer
-from tokenizer_base import TokenizerError
-from tokenizer_bpe import BPETokenizer
+from tokenizer_bpe import BPETokenizer, TokenizerError
 from tools import export_hf, import_hf
 
 needs_transformers = pytest.mark.extras("transformers")

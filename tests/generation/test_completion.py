@@ -26,8 +26,7 @@ from tests.generation.helpers import (
     texts,
 )
 from tokenizer import CharacterTokenizer
-from tokenizer_base import TokenizerError
-from tokenizer_bpe import BPETokenizer
+from tokenizer_bpe import BPETokenizer, TokenizerError
 
 
 class ScriptedModel(TransformerLanguageModel):

@@ -26,7 +26,7 @@ from tests.hostile.readers import (
     write_bpe_tokenizer,
 )
 from tokenizer import load_tokenizer
-from tokenizer_base import TokenizerError
+from tokenizer_bpe import TokenizerError
 
 KINDS = (
     "metadata", "BPE tokenizer", "config.json", "header of model.safetensors", "optimizer.safetensors",
