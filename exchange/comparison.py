@@ -47,12 +47,10 @@ class LogitDifference(NamedTuple):
         return f"{self.fp32:.2g} at most" + (rounding if self.fp64 is not None else "")
 
 
-def require_same_logits(
-    model: TransformerLanguageModel, other: Any, tokenizer: Tokenizer, library: str = "transformers"
-) -> LogitDifference:
-    """Compare the logits of two models on the probe text and return the largest difference.
+def require_same_logits(model: TransformerLanguageModel, other: Any, tokenizer: Tokenizer) -> LogitDifference:
+    """Compare the logits of our model and one of transformers on the probe text. Return the largest difference.
 
-    `other` is a model of `library`, or another one of ours. Raises CheckpointError if the difference exceeds
+    Raises CheckpointError if the difference exceeds
     MAX_DIFFERENCE and rounding does not explain it. The activations of a large GPT-2 reach thousands, so summing in
     another order differs by more than that in fp32, but not in fp64. The modern form computes norms and angles in fp32
     even if its weights are fp64, so it gets a wider limit.
@@ -66,8 +64,8 @@ def require_same_logits(
     share = MAX_SHARE_MODERN if model.config.position == "rope" else MAX_SHARE_FP64
     if not fp64 <= share * largest:  # `not <=` also catches NaN
         raise CheckpointError(
-            f"{library} computes other logits from these weights: they differ by {fp32:.3g} (in fp64 by {fp64:.3g}). "
-            "An untrained wide model can round this badly; for any other model, please report it."
+            f"transformers computes other logits: they differ by {fp32:.3g} (in fp64 by {fp64:.3g}). An "
+            "untrained wide model can round this badly; for any other model, please report it."
         )
     return LogitDifference(fp32, fp64, largest)
 
@@ -75,6 +73,5 @@ def require_same_logits(
 @torch.inference_mode()
 def measure_difference(model: TransformerLanguageModel, other: Any, tokens: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference and the largest logit. Ids that only `other` has are not compared."""
-    logits, output = model(tokens), other(tokens)
-    other_logits = output if isinstance(output, torch.Tensor) else output.logits
+    logits, other_logits = model(tokens), other(tokens).logits
     return (logits - other_logits[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()

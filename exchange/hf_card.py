@@ -16,30 +16,31 @@ from tokenizer_bpe import replace_surrogates
 from training.records import read_samples
 from training.state import Saved, read_state
 
-CARD_TEMPLATE = """---
-{{ card_data }}
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
 ---
 
-# {{ name }}
+# {name}
 
-{{ about }}
+A {model_class}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-path = {{ path }}  # this folder, or its name on the hub
+path = {path}  # this folder, or its name on the hub
 model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path)
-{{ ask }}
+{ask}
 outputs = model.generate(**inputs)
 print(tokenizer.decode(outputs[0]))
 ```
 
-{{ note }}
+{note}
 
 | | |
 |---|---|
-{{ facts }}
+{facts}
 
 The training code is under the MIT licence. The licence of these weights also depends on the text that they were trained
 on: state it here before you publish them.
@@ -52,25 +53,17 @@ inputs = tokenizer.apply_chat_template(messages, **form)"""
 
 def build_model_card(checkpoint: Checkpoint, model: TransformerLanguageModel, tokenizer: Tokenizer, name: str) -> str:
     """Return the card of the model that is exported to the folder `name`."""
-    config, is_chat = model.config, checkpoint.chat_template() is not None
-    from huggingface_hub import ModelCard, ModelCardData
-
-    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")
-    card = ModelCard.from_template(
-        data,
-        template_str=CARD_TEMPLATE,
+    is_chat = checkpoint.chat_template() is not None
+    prompt = json.dumps(example_prompt(checkpoint, tokenizer))
+    rows = [f"| {key} | {cell(replace_surrogates(value))} |" for key, value in list_facts(checkpoint, model)]
+    return CARD.format(
         name=cell(name),
-        about=f"A {CONVERSIONS[choose_hf_model_type(config)].model_class}.",
+        model_class=CONVERSIONS[choose_hf_model_type(model.config)].model_class,
         path=json.dumps(name),
-        ask=(TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT).format(
-            prompt=json.dumps(example_prompt(checkpoint, tokenizer))
-        ),
+        ask=(TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT).format(prompt=prompt),
         note=usage_note(tokenizer, is_chat),
-        facts="\n".join(
-            f"| {key} | {cell(replace_surrogates(value))} |" for key, value in list_facts(checkpoint, model)
-        ),
+        facts="\n".join(rows),
     )
-    return str(card) + "\n"
 
 
 def usage_note(tokenizer: Tokenizer, is_chat: bool) -> str:

@@ -41,6 +41,5 @@ def export(path: str | Path, out: Path) -> LogitDifference:
         "generation_config.json": json_bytes(build_generation_config(tokenizer, shape, template)),
         "README.md": build_model_card(checkpoint, model, tokenizer, out.name).encode(),
     }
-    weights = "model.safetensors", tensors
-    with new_hf_folder(out, weights, described, tokenizer, shape.max_seq_len, template) as folder:
+    with new_hf_folder(out, tensors, described, tokenizer, shape.max_seq_len, template) as folder:
         return require_same_logits(model, load_hf_model(folder), tokenizer)

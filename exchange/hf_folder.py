@@ -44,13 +44,13 @@ def require_transformers() -> None:
 @contextlib.contextmanager
 def new_hf_folder(
     out: Path,
-    weights: tuple[str, Tensors],
+    tensors: Tensors,
     described: dict[str, bytes],
     tokenizer: Tokenizer,
     max_seq_len: int,
     template: Template | None,
 ) -> Iterator[Path]:
-    """Write the weights (file name, tensors), the `described` files and the tokenizer, and yield the folder.
+    """Write the weights, the `described` files and the tokenizer, and yield the folder.
 
     It is renamed to `out` when the body, which checks the model, ends. Raises what `new_folder` and
     `require_same_tokens` raise.
@@ -61,9 +61,8 @@ def new_hf_folder(
     }
     if template:
         files["chat_template.jinja"] = build_chat_jinja(template, tokenizer).encode()
-    name, tensors = weights
     with new_folder(out) as folder:
-        write_file(folder / name, tensors)
+        write_file(folder / "model.safetensors", tensors)
         for name, content in files.items():
             write_file(folder / name, content)
         require_same_tokens(folder, tokenizer, template)

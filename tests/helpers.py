@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,18 +189,27 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def call_before(patch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[..., object]) -> None:
+    """Make the function `owner.name` call `action` first, with the same arguments."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        action(*args, **options)
+        return original(*args, **options)
+
+    patch.setattr(owner, name, wrapped)
+
+
 @contextlib.contextmanager
 def full_disk(part: str = "") -> Iterator[None]:
     """Inside, no file with `part` in its path reaches the disk."""
-    fsync = os.fsync
 
     def full(descriptor: int) -> None:
         if part in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        call_before(patch, os, "fsync", full)
         yield
 
 

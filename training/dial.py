@@ -71,11 +71,7 @@ FEWER_THREADS_SPEEDUP = 1.1  # fewer threads are chosen only if they are this mu
 
 MIN_HELD_OUT_SHARE = (1 - TRAIN_SHARE) / MAX_SHARE_FACTOR  # share of the tokens, in a small text
 
-SUGGESTED_COMPANIONS = (  # sizes and licences: docs/recipes.md
-    ("books", "hf://datasets/manu/project_gutenberg/data/en-*.parquet"),
-    ("text of the web", "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet"),
-    ("plain stories with dialogue", "hf://datasets/roneneldan/TinyStories/data/*.parquet"),
-)
+SUGGESTED_COMPANION = "hf://datasets/manu/project_gutenberg/data/en-*.parquet"
 
 MAX_KNOWN_DIFFICULTY_ERROR = 0.3  # bits per letter; no text that differs more from English books was measured
 MIN_STEPS = 50  # a model with fewer steps has hardly begun to learn
@@ -504,14 +500,9 @@ class Dial:
                 "python tools/import_hf.py openai-community/gpt2 pretrained/gpt2"
             )
         command = shlex.join(["python", "train_colab_mmap.py", *(sys.argv[1:] if self.argv is None else self.argv)])
-        (_, first), *others = SUGGESTED_COMPANIONS
-        return "\n           ".join(
-            [
-                "To use it, train on other text first:",
-                f'{command} --companion "{first}"',
-                *(f'or, for {kind}: --companion "{address}"' for kind, address in others),
-                "Other languages, licences, and a pretrained model: docs/recipes.md",
-            ]
+        return (
+            f'To use it, train on books first:\n           {command} --companion "{SUGGESTED_COMPANION}"\n'
+            "           Other text to begin with, and a pretrained model: docs/recipes.md"
         )
 
     def print_choice(self, choice: Choice, dropout: float) -> None:

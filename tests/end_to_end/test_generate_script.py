@@ -19,7 +19,7 @@ import generate as script
 from generation import command, loading
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import ROOT, with_large_weights
+from tests.helpers import ROOT, call_before, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
@@ -231,8 +231,7 @@ def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
 
 def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypatch):
     streamed = []
-    real = command.print_stream
-    monkeypatch.setattr(command, "print_stream", lambda *given, **more: streamed.append(given) or real(*given, **more))
+    call_before(monkeypatch, command, "print_stream", lambda *given, **more: streamed.append(given))
     one = ("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
     for flags, expected in (((), 1), (("--no_stream",), 0), (("--json",), 0), (("--prompt", "b"), 0)):
         streamed.clear()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import tokenize_local_bpe
 import train_colab_mmap
-from tests.helpers import Killed, full_disk
+from tests.helpers import Killed, call_before, full_disk
 from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
@@ -336,48 +336,38 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
         raise Killed
 
     appended, moved = [], []
-    original_append, original_replace = token_folder.TokenWriter.append, os.replace
 
-    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
+    def append(self: token_folder.TokenWriter, *_: Any) -> None:
         if len(appended) == stop_at:
             # The chunk's tokens have been written, its line in the journal only by half.
             self.files[0].write(b"junk")
             self.files[-1].write(b'{"tokens": ')
             raise Killed
         appended.append(1)
-        original_append(self, *arguments)
 
     def replace(source: Path, target: Path) -> None:
         if Path(target).parent == out and Path(source).parent != out:
             moved.append(1)
             if len(moved) == 2:
                 raise Killed
-        original_replace(source, target)
 
+    def write_json(path: Path, value: Any) -> None:
+        if path.parent == out:
+            raise Killed
+
+    places = {
+        "learning": (BPETokenizer, "train", stop),
+        "before moving": (token_folder.TokenFolder, "publish", stop),
+        "while moving": (os, "replace", replace),
+        "before metadata": (metadata_module, "write_json", write_json),
+    }
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if stop_at == "learning":
-            patch.setattr(BPETokenizer, "train", stop)
-        elif stop_at == "before moving":
-            patch.setattr(token_folder.TokenFolder, "publish", stop)
-        elif stop_at == "while moving":
-            patch.setattr(os, "replace", replace)
-        elif stop_at == "before metadata":
-            original_write = metadata_module.write_json
-
-            def write_json(path: Path, value: Any) -> None:
-                if path.parent == out:
-                    raise Killed
-                original_write(path, value)
-
-            patch.setattr(metadata_module, "write_json", write_json)
-        else:
-            patch.setattr(token_folder.TokenWriter, "append", append)
+        call_before(patch, *places.get(stop_at, (token_folder.TokenWriter, "append", append)))
         tokenize([str(tmp_path / "text.txt")], out, quiet=True, **options)
     assert not (out / "tokens_bpe_metadata.json").exists() and (out / ".tokens_bpe.partial").is_dir()
 
     encoded = []
-    original_encode = BPETokenizer.encode
-    monkeypatch.setattr(BPETokenizer, "encode", lambda self, text: (encoded.append(1), original_encode(self, text))[1])
+    call_before(monkeypatch, BPETokenizer, "encode", lambda self, text: encoded.append(1))
     tokenize([str(tmp_path / "text.txt")], out, **options)
     assert "Continuing" in capsys.readouterr().out
     read(out)
@@ -391,8 +381,12 @@ def test_other_settings_do_not_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus(tmp_path / "text.txt")
+
+    def interrupt(self: token_folder.TokenFolder) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(token_folder.TokenFolder, "publish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        call_before(patch, token_folder.TokenFolder, "publish", interrupt)
         tokenize([str(tmp_path / "text.txt")], tmp_path / "out", vocab_size=300, quiet=True)
     tokenize([str(tmp_path / "text.txt")], tmp_path / "out", vocab_size=290)
     assert "Starting over" in capsys.readouterr().out

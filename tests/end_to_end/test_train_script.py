@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import Killed, columns, generated_text, snapshot
+from tests.helpers import Killed, call_before, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
 from training import fit
 from training.records import read_metrics
@@ -141,7 +141,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit, "summarize", die)
+        call_before(patch, fit, "summarize", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0
@@ -302,7 +302,7 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fit, "forward_backward", bug)
+    call_before(monkeypatch, fit, "forward_backward", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
 

@@ -17,6 +17,7 @@ import generate
 import tokenize_local_bpe
 import tools.export_hf
 from common.checkpoint import open_checkpoint
+from common.tensors import read_weights
 from exchange.hf_model import ConversionError, from_hf
 from tests.exchange.test_export_hf import left_behind
 from tests.helpers import flags_of_a_tiny_run, generated_text
@@ -109,7 +110,7 @@ def test_every_way_in_which_the_same_weights_lie_in_files(tmp_path: Path) -> Non
     for folder in folders:
         out = tmp_path / f"{folder.name}_ours"
         assert main([str(folder), str(out)]) == 0
-        imported.append(open_checkpoint(out).weights())
+        imported.append(read_weights(out))
     first, *others = imported
     for other in others:
         assert other.keys() == first.keys()
@@ -162,7 +163,7 @@ def test_import_generate_train_on_and_export(padding: int, tmp_path: Path, capsy
     assert main([str(tmp_path / "exported"), str(tmp_path / "back")]) == 0
     card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     assert "| started from | the weights of another model |" in card
-    trained, back = open_checkpoint(run).weights(), open_checkpoint(tmp_path / "back").weights()
+    trained, back = read_weights(open_checkpoint(run).path), read_weights(tmp_path / "back")
     assert all(torch.equal(trained[name], back[name]) for name in back) and trained.keys() == back.keys()
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (ours / "tokenizer.json").read_bytes()
 

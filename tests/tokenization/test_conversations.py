@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chat import ROLES, ChatTemplate, Message, require_order
-from tests.helpers import Killed
+from tests.helpers import Killed, call_before
 from tokenization import token_folder
 from tokenization.conversations import extract_messages
 from tokenization.held_out import hash_passage
@@ -268,18 +268,17 @@ def test_stopped_in_the_middle_it_continues_to_the_same_bytes(tmp_path: Path, mo
     write_records(tmp_path / "chats.jsonl")
     options: dict[str, Any] = {"format": "chat", "vocab_size": 300, "chunk_size_mb": 0.0002, "quiet": True}
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "whole", **options)
-    original, appended = token_folder.TokenWriter.append, []
+    appended = []
 
-    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
+    def append(self: token_folder.TokenWriter, *_: Any) -> None:
         if len(appended) == 2:
             for file in self.files[:-1]:  # written, and not yet in the journal
                 file.write(b"junk")
             raise Killed
         appended.append(1)
-        original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(token_folder.TokenWriter, "append", append)
+        call_before(patch, token_folder.TokenWriter, "append", append)
         tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
     for name in ("tokens_bpe.bin", "tokens_bpe_mask.bin", "bpe_tokenizer.json"):

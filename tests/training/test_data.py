@@ -410,15 +410,15 @@ def test_a_context_longer_than_a_split_is_a_config_error(
 # Placement
 
 
-def test_placement_takes_ram_while_the_tokens_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(training.data, "available_ram", lambda: 1000)
-    auto = Config()
-    assert choose_placement(500, auto, CPU) == "ram"
-    assert not capsys.readouterr().out
-    assert choose_placement(999, auto, CPU) == "mmap"
-    assert "(mmap)" in capsys.readouterr().out
-    monkeypatch.setattr(training.data, "available_ram", lambda: None)
-    assert choose_placement(10**15, auto, CPU) == "ram"
+@pytest.mark.parametrize(
+    ("free", "size", "placement"), [(1000, 500, "ram"), (1000, 999, "mmap"), (None, 10**15, "ram")]
+)
+def test_placement_takes_ram_while_the_tokens_fit(
+    free: int | None, size: int, placement: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(training.data, "available_ram", lambda: free)
+    assert choose_placement(size, Config(), CPU) == placement
+    assert ("(mmap)" in capsys.readouterr().out) == (placement == "mmap")
 
 
 def test_placement_takes_the_gpu_while_the_tokens_leave_room_for_training(monkeypatch: pytest.MonkeyPatch) -> None:

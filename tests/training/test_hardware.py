@@ -167,10 +167,14 @@ def test_a_gpu_that_torch_has_kernels_for_is_known(
 
 def test_a_gpu_without_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CU130)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla P100-PCIE-16GB")
+    card = {
+        "is_available": True,
+        "get_arch_list": CU130,
+        "get_device_capability": (6, 0),
+        "get_device_name": "Tesla P100-PCIE-16GB",
+    }
+    for name, value in card.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert [pick_device("auto").type for _ in range(3)] == ["cpu"] * 3
     assert caplog.text.count("no kernels for Tesla P100-PCIE-16GB (sm_60)") == 1
     with pytest.raises(ConfigError, match=r"no kernels for Tesla P100.*torch<2.15.*--device cpu"):

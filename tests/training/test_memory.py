@@ -19,7 +19,7 @@ import torch
 
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, estimated, rows_of
+from tests.helpers import ALPHABET, CPU, call_before, estimated, rows_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training import compilation as compilation_module
@@ -33,7 +33,6 @@ from training.memory import describe_out_of_memory
 from training.records import CONFIG, read_metrics
 from training.run import Run
 from training.saver import Saver
-from training.step import StepResult
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 255 MB in such a process, one of 128 about 125: what is too much fails at
@@ -120,17 +119,15 @@ def out_of_memory() -> None:
 
 def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
     """Memory runs out in the given forward pass. Returns the rows of each, in a list that grows."""
-    forward, calls = TransformerLanguageModel.forward, list[int]()
+    calls = list[int]()
 
-    def fails_once(model: TransformerLanguageModel, *args: torch.Tensor, **cached: Any) -> torch.Tensor:
-        if cached:  # the samples at the end
-            return forward(model, *args, **cached)
-        calls.append(len(args[0]))
-        if len(calls) == call:
-            out_of_memory()
-        return forward(model, *args)
+    def fails_once(model: TransformerLanguageModel, tokens: torch.Tensor, *_: torch.Tensor, **cached: Any) -> None:
+        if not cached:  # the samples at the end
+            calls.append(len(tokens))
+            if len(calls) == call:
+                out_of_memory()
 
-    patch.setattr(TransformerLanguageModel, "forward", fails_once)
+    call_before(patch, TransformerLanguageModel, "forward", fails_once)
     return calls
 
 
@@ -172,15 +169,14 @@ def test_the_size_that_was_found_is_for_this_device_and_this_run(
 def test_memory_that_runs_out_in_an_evaluation_costs_nothing(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = TokenData.validation_batch, list[int]()
+    calls = list[int]()
 
-    def fails_once(data: TokenData, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fails_once(data: TokenData, first: int, rows: int, of: int) -> None:
         calls.append(rows)
         if len(calls) == 2:
             out_of_memory()
-        return original(data, first, rows, of)
 
-    monkeypatch.setattr(TokenData, "validation_batch", fails_once)
+    call_before(monkeypatch, TokenData, "validation_batch", fails_once)
     result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
     assert result.code == 0 and "Repeating the batch" not in result.out
     assert calls[:4] == [4, 4, 2, 2] and calls[-1] == 4
@@ -191,18 +187,18 @@ def test_memory_that_runs_out_while_prompts_are_answered_costs_no_answer(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many are answered at once as sequences are trained at once, and at most three fit."""
-    original = evaluate_module.generate
 
-    def generate(model: TransformerLanguageModel, tokenizer: Tokenizer, rows: list, *args: Any, **more: Any) -> list:
+    def fails_above_three(
+        model: TransformerLanguageModel, tokenizer: Tokenizer, rows: list, *_: Any, **more: Any
+    ) -> None:
         if len(rows) > 3:
             out_of_memory()
-        return original(model, tokenizer, rows, *args, **more)
 
     prompts = [{"prompt": letter * 3, "answer": "x"} for letter in ALPHABET[:10]]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     flags = {"eval_prompts": tmp_path / "prompts.jsonl", "eval_interval": 24, "micro_batch_size": 4}
     assert train(tmp_path / "plain", **flags).code == 0
-    monkeypatch.setattr(evaluate_module, "generate", generate)
+    call_before(monkeypatch, evaluate_module, "generate", fails_above_three)
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "Repeating the batch" not in result.out
     assert (tmp_path / "run" / "samples.md").read_bytes() == (tmp_path / "plain" / "samples.md").read_bytes()
@@ -289,15 +285,13 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         raise AssertionError
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
-    reset, give_back = torch.compiler.reset, compilation_module.return_freed_memory
 
     def returned(device: torch.device) -> None:
         assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
         order.append("returned")
-        give_back(device)
 
-    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset") or reset())
-    monkeypatch.setattr(compilation_module, "return_freed_memory", returned)
+    call_before(monkeypatch, torch.compiler, "reset", lambda: order.append("reset"))
+    call_before(monkeypatch, compilation_module, "return_freed_memory", returned)
     gc.disable()  # nothing but the retry itself lets go
     try:
         result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
@@ -321,16 +315,15 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     fails: int, saved: list[int], train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller micro-batch would not help, and nothing would save this step again."""
-    original, saves = Saver.write, list[int]()
+    saves = list[int]()
 
-    def write(saver: Saver, *args: Any) -> None:
+    def write(*_: Any) -> None:
         saves.append(len(saves) + 1)
         if len(saves) == fails:
             raise MemoryError
-        original(saver, *args)
 
     save_at_once(monkeypatch)
-    monkeypatch.setattr(Saver, "write", write)
+    call_before(monkeypatch, Saver, "write", write)
     result = train(tmp_path / "run", eval_interval=0)
     assert result.code == 5 and "Repeating the batch" not in result.out
     assert steps_of(tmp_path / "run") == saved
@@ -341,15 +334,13 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
 def test_memory_that_runs_out_in_an_update_saves_no_half_of_it(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = fit.apply_update
 
-    def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
+    def fail(run: Run, loss: torch.Tensor) -> None:
         if run.state.step == 8:
             raise MemoryError
-        return original(run, loss)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit, "apply_update", apply_update)
+        call_before(patch, fit, "apply_update", fail)
         assert train(tmp_path / "run").code == 5
     assert steps_of(tmp_path / "run") == [6]
     assert train(tmp_path / "run").code == 0

@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from common.checkpoint import STATE, find_problems, make_entry, open_checkpoint, step_folders, write_manifest
 from common.errors import CheckpointError
 from common.files import read_json, write_json
-from tests.helpers import flip, snapshot, wait_until
+from tests.helpers import call_before, flip, snapshot, wait_until
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
 from training import stop
@@ -47,8 +47,8 @@ def copied_at_once(run_dir: Path, drive: Path, run_id: str = "the run") -> Mirro
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
     """Those that have begun."""
-    begun, begin = list[Mirror](), Mirror.start
-    monkeypatch.setattr(Mirror, "start", lambda mirror, run_id: (begun.append(mirror), begin(mirror, run_id)))
+    begun = list[Mirror]()
+    call_before(monkeypatch, Mirror, "start", lambda mirror, run_id: begun.append(mirror))
     return begun
 
 
@@ -115,15 +115,14 @@ def test_a_copy_that_another_machine_replaces_is_found_again(
     flags = {"checkpoint_dir": tmp_path / "drive"}
     assert train(tmp_path / "run", **flags).code == 0
     shutil.rmtree(tmp_path / "run")
-    original, calls = Store.copy, list[str]()
+    calls = list[str]()
 
-    def replaced_once(store: Store, source: Path, name: str, records: Sequence[Path] = ()) -> bool:
+    def replace_once(store: Store, source: Path, name: str, *_: Any) -> None:
         calls.append(name)
         if len(calls) == 1:
             source.rename(source.with_name("step_00000024-0123abcd"))
-        return original(store, source, name, records)
 
-    monkeypatch.setattr(Store, "copy", replaced_once)
+    call_before(monkeypatch, Store, "copy", replace_once)
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "This run is finished" in result.out, result.err
     assert steps_of(tmp_path / "run") == [24]
@@ -596,14 +595,13 @@ def test_a_session_that_slept_takes_nothing_away(
         for step in step_folders(folder / "checkpoints"):
             if step != checkpoint_of(folder, kept):
                 shutil.rmtree(step)
-    replace, planned = os.replace, list[Callable[[], None]]()
+    planned = list[Callable[[], None]]()
 
-    def replace_later(source: str | Path, target: str | Path) -> None:
+    def overtake_first(*_: object) -> None:
         if planned and threading.current_thread().name == "mirror":
             planned.pop(0)()
-        replace(source, target)
 
-    monkeypatch.setattr(os, "replace", replace_later)
+    call_before(monkeypatch, os, "replace", overtake_first)
     for position in range(100):
         drive, theirs = tmp_path / "drive" / str(position), dict[str, bytes]()
         drive.mkdir(parents=True)

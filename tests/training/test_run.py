@@ -28,7 +28,7 @@ from common import script
 from common.checkpoint import find_problems, open_checkpoint, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import flip, full_disk, snapshot, write_tokens
+from tests.helpers import call_before, flip, full_disk, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import evaluate, stop
 from training.data import TokenData
@@ -125,8 +125,8 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
 @pytest.fixture
 def finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in hand, however busy the machine is; and clicks come within moments."""
-    monkeypatch.setattr(stop, "LONG_STEP_SECONDS", math.inf)
-    monkeypatch.setattr(stop, "DOUBLE_SIGNAL_SECONDS", 60.0)
+    for name, seconds in (("LONG_STEP_SECONDS", math.inf), ("DOUBLE_SIGNAL_SECONDS", 60.0)):
+        monkeypatch.setattr(stop, name, seconds)
 
 
 @pytest.fixture
@@ -221,16 +221,14 @@ def test_a_long_step_is_abandoned_and_the_state_before_it_saved(
     train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
     """Whoever stops a notebook's cell kills it soon after: there may be no time for the rest of a step."""
-    original = TokenData.batch
 
-    def batch(data: TokenData, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stop_here(data: TokenData, sequences_seen: int, rows: int) -> None:
         if sequences_seen == 9 * 8:
             os.kill(os.getpid(), signal.SIGINT)
             pytest.fail("the step went on")
-        return original(data, sequences_seen, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenData, "batch", batch)
+        call_before(patch, TokenData, "batch", stop_here)
         result = train(tmp_path / "run")
     assert result.code == 130 and "Interrupted after step 9" in result.out
     assert steps_of(tmp_path / "run")[0] == 9
@@ -264,16 +262,15 @@ def test_a_wish_to_stop_is_not_taken_for_an_error(
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_repeated(
     step: int, train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
-    original, batches = TokenData.validation_batch, []
+    batches = []
 
-    def validation_batch(data: TokenData, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stop_here(data: TokenData, first: int, rows: int, of: int) -> None:
         batches.append(first)
         if len(batches) == 4 * (step // 12) - 2:  # of four an evaluation
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(data, first, rows, of)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenData, "validation_batch", validation_batch)
+        call_before(patch, TokenData, "validation_batch", stop_here)
         result = train(tmp_path / "run")
     assert result.code == 130
     assert len(batches) == 4 * (step // 12) - 2, "the evaluation went on"
@@ -526,14 +523,13 @@ def test_a_folder_that_cannot_be_renamed_is_reported(
     train: Callable, copy_of: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a disk is mounted on it."""
-    replace, before = os.replace, snapshot(copy_of)
+    before = snapshot(copy_of)
 
     def busy(source: Path, target: Path) -> None:
         if source == copy_of:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
-        replace(source, target)
 
-    monkeypatch.setattr(os, "replace", busy)
+    call_before(monkeypatch, os, "replace", busy)
     result = train(copy_of, resume="never")
     assert result.code == 4 and "resource busy" in result.err and "remove `--resume never`" in result.err
     assert snapshot(copy_of) == before
@@ -628,14 +624,13 @@ def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(
 ) -> None:
     flags = {"data_dir": short_token_folder, "max_steps": None, "epochs": 1, "eval_interval": 0}
     seen: list[int] = []
-    gather, opened = TokenData.gather, []
+    opened = []
 
-    def noted(data: TokenData, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def note(data: TokenData, starts: np.ndarray) -> None:
         opened.append(data)
         seen.extend(starts.tolist())
-        return gather(data, starts)
 
-    monkeypatch.setattr(TokenData, "gather", noted)
+    call_before(monkeypatch, TokenData, "gather", note)
     interrupt(tmp_path / "run", after=12, **flags)  # its last checkpoint has 12 of the 13 steps it took
     del seen[12 * 8 :]
     assert train(tmp_path / "run", batch_size=3, **flags).code == 0
@@ -789,13 +784,7 @@ def test_starting_over_from_the_weights_of_the_run_itself(train: Callable, copy_
 def saved_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The steps at which runs of this test save."""
     steps: list[int] = []
-    save = Saver.save
-
-    def noted(saver: Saver) -> None:
-        steps.append(saver.run.state.step)
-        save(saver)
-
-    monkeypatch.setattr(Saver, "save", noted)
+    call_before(monkeypatch, Saver, "save", lambda saver: steps.append(saver.run.state.step))
     return steps
 
 

@@ -13,7 +13,7 @@ import torch
 from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import snapshot
+from tests.helpers import call_before, snapshot
 from tests.training.helpers import final_weights, measured, steps_of
 from training import step as step_module
 from training.config import Config
@@ -32,13 +32,7 @@ def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
         return gradient_norm(optimizer)
 
     drawn: list[int] = []
-    batch = TokenData.batch
-
-    def noted(data: TokenData, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn.append(sequences_seen)
-        return batch(data, sequences_seen, rows)
-
-    patch.setattr(TokenData, "batch", noted)
+    call_before(patch, TokenData, "batch", lambda data, sequences_seen, rows: drawn.append(sequences_seen))
     patch.setattr(step_module, "gradient_norm", spoiled)
 
 

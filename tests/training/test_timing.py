@@ -49,6 +49,6 @@ def test_steps_that_cannot_be_recorded_are_timed_unrecorded(monkeypatch: pytest.
         def warm_up(self, work: object) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(timing, "can_record", lambda *_: True)
-    monkeypatch.setattr(timing, "GraphRecorder", Failing)
+    for name, stand_in in (("can_record", lambda *_: True), ("GraphRecorder", Failing)):
+        monkeypatch.setattr(timing, name, stand_in)
     assert Machine().time_steps(candidate(), 128, 1, 0.05).update > 0
