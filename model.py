@@ -526,11 +526,13 @@ class TransformerLanguageModel(nn.Module):
         """
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "causal_mask"}
-        own = self.state_dict()
+        expected = self.state_dict()
         for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
             if name not in state and twin in state:  # the weights of a model that ties them
                 state[name] = state[twin]
-        require_shapes(state, {name: tensor.shape for name, tensor in own.items()}, "the weights do not fit the model")
+        require_shapes(
+            state, {name: tensor.shape for name, tensor in expected.items()}, "the weights do not fit the model"
+        )
         return state
 
 

@@ -6,24 +6,69 @@
     python train_colab_mmap.py --config gpt2_small.json --dry_run
 
 Every key of the config is a flag. Running the same command again continues the run.
-
-Read on in `training/fit.py`: `fit` makes and resumes the run, `take_steps` is the loop.
 """
 
 from __future__ import annotations
 
 import os
+
+from common.script import check_flags, end, is_rank_0, process_age, writing_script
+from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
+
+if __name__ == "__main__":  # before importing torch, which takes seconds: --help and a wrong flag should not wait
+    check_flags(parse_config)
+    # A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step
+    # takes up to five times as long beside another busy program; with fewer, a quiet machine is
+    # slower (docs/benchmarks/what_was_tried.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
-from common.errors import CheckpointError
-from common.script import end, process_age, writing_script
+import torch
+
+from common.checkpoint import Checkpoint
+from common.errors import INTERRUPTED, CheckpointError
+from common.lora import LoRA, add_adapters
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tokenization.corpus import require_existing
-from training.config import BUILTIN_CONVERSATIONS, parse_config
-
-# A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step takes up to five times
-# as long beside another busy program; with fewer, a quiet machine is slower (docs/benchmarks/what_was_tried.md).
-SPIN_COUNT = "30000"
+from tokenization.token_folder import REPORT
+from tokenize_local_bpe import tokenize_text
+from training import companion, dial, inspections
+from training.clock import Clock
+from training.compilation import prepare, retry_smaller
+from training.data import TokenData
+from training.evaluate import Answer, check_prompts, evaluate, evaluate_before_steps, record_evaluation
+from training.growth import find_growth
+from training.hardware import choose_attention, configure_device, freeze_garbage
+from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
+from training.mirror import Mirror
+from training.parallel import max_over_ranks, on_rank_0, process_group
+from training.plan import (
+    choose_shape,
+    describe_model,
+    describe_repetition,
+    estimate_steps,
+    find_adapter_base,
+    read_run_prompts,
+    text_settings,
+)
+from training.report import Report, print_start, print_stop
+from training.resume import find_previous, prepare_run_folder, recover_run, start_or_resume
+from training.run import Prompt, Run
+from training.saver import Saver
+from training.state import MAX_STEPS, Previous
+from training.step import forward_backward, require_stable, update
+from training.stop import Stop, signals_interrupt
+from training.store import Store
+from training.summary import finished_message, summarize
+from training.tracker import require_tracker
 
 
 @writing_script(CheckpointError)
@@ -34,23 +79,227 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(argv)
     print(f"Run        {config.run_dir}{f' on {config.input}' if config.input else ''}", flush=True)
     require_existing([text for text in (config.input, config.companion) if text and text != BUILTIN_CONVERSATIONS])
-    if "OMP_WAIT_POLICY" not in os.environ:  # torch reads both when it is imported
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    # Importing torch takes seconds, and --help should not wait for it.
-    from training import companion, dial, inspections
-    from training.fit import fit
 
-    if config.needs_dial and not config.companion:
-        config = dial.choose(argv, config, started)
+    runs: Iterable[tuple[Config, float]] = [(config, started)]
+    if config.companion:
+        runs = companion.plan_runs(config, started, choose_model, tokenize_input)
+    elif config.needs_dial:
+        runs = [(choose_model(argv, config, started), started)]
     code = 0
-    for run, begins in companion.plan_runs(config, started) if config.companion else [(config, started)]:
-        if run.dry_run or run.profile:
-            code = inspections.inspect(run, begins)
+    for run_config, run_started in runs:
+        if config.profile:
+            profile(run_config)
+        elif config.dry_run:
+            dry_run(run_config, run_started)
         else:
-            code = fit(run, begins, ends_process=argv is None and run.companion == config.companion)
+            is_last = run_config.companion == config.companion
+            code = train(run_config, run_started, ends_process=argv is None and is_last)
         if code:
             break
     return code
+
+
+def choose_model(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
+    """Choose the model for the text and this machine, or read what an earlier session chose. If the text has changed
+    since, continue from the best weights on the text as it is now."""
+    config = dial.recover_config(argv, requested)
+    if config is None:
+        return dial.choose(argv, requested, started)
+    growth = find_growth(config)
+    if growth is None:
+        return config
+    init = Previous(init=Checkpoint(growth.weights))
+    data_dir = tokenize_input(replace(config, init_from=str(growth.weights)), init)
+    return dial.choose_continuation(argv, config, growth, str(data_dir), started)
+
+
+def train(config: Config, started: float, ends_process: bool) -> int:
+    """Train the run of `config` until it is finished or stopped. Return the exit code.
+
+    `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends
+    after this call.
+    """
+    with process_group(config), contextlib.ExitStack() as stack:
+        run, previous = make_run(config, stack)
+        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+            has_summary = start_or_resume(run, previous)
+            clock = Clock(run, started)
+            with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
+                if has_summary:
+                    print(finished_message(run))  # the saver still updates the mirror
+                else:
+                    prepare_run_folder(run)
+                    print_start(run, clock)
+                    report, answers = take_steps(run, clock, stop, saver)
+                    if run.is_done:
+                        saver.wait()
+                        summarize(run, report, answers)
+                        has_summary = True
+    if has_summary:
+        return INTERRUPTED if stop.requested and not ends_process else 0
+    return print_stop(run, clock)
+
+
+def take_steps(
+    run: Run, clock: Clock, stop: Stop, saver: Saver, max_steps: int = MAX_STEPS
+) -> tuple[Report, list[Answer]]:
+    """Train to the last step, or until a signal, a limit or `max_steps`. Return the report and the
+    answers of the last evaluation. Raises StopRequested if a signal abandons a long step."""
+    config, state = run.config, run.state
+    answers: list[Answer] = []
+    if not run.is_done:
+        with clock.paused(), stop.abandonable():
+            retry_smaller(run, prepare)  # compiles
+            evaluate_before_steps(run)
+    state.elapsed_seconds, _ = agree(clock, stop, saver)
+    clock.require_time()
+    with Report(run, clock) as report, freeze_garbage():
+        while not (run.is_done or stop.agreed or state.step >= max_steps):
+            if run.evaluation_due:  # the last session may have stopped during it
+                report.announce_evaluation()
+                with clock.evaluating(), stop.abandonable(is_long=True):
+                    evaluation = evaluate(run)
+                (elapsed,) = max_over_ranks(clock.elapsed)
+                if record_evaluation(run, evaluation, elapsed):
+                    saver.best_due = True
+                report.add_evaluation(evaluation)
+                answers = evaluation.answers
+            else:
+                lr = run.learning_rate
+                with stop.abandonable():  # safe to abandon: only gradients change
+                    loss = retry_smaller(run, forward_backward)  # (), on the device, as all results
+                grad_norm = update(run, loss, lr)  # skipped if the loss or the gradient is not finite
+                clock.count_step()
+                elapsed, ending = agree(clock, stop, saver)
+                run.advance(elapsed, ending)
+                if run.hardware.device.type == "cpu" or run.due(config.log_interval):
+                    require_stable(run)  # synchronizes with a GPU, so only when a report does
+                report.add_step(loss, grad_norm, lr)
+            if not run.evaluation_due:  # a checkpoint includes the evaluation of its step
+                saver.save_if_due()
+    return report, answers
+
+
+def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float]:
+    """Agree with the other processes, once a step, whether to stop and to save. Return the elapsed
+    and the ending seconds, the largest of all processes."""
+    wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
+    wants_to_save = saver.checkpoint_due or saver.minutes_passed
+    stops, saves, elapsed, ending = max_over_ranks(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
+    stop.agreed = bool(stops)
+    saver.checkpoint_due = bool(saves)
+    return elapsed, ending
+
+
+class Inputs(NamedTuple):
+    """What rank 0 finds and makes for all processes."""
+
+    previous: Previous
+    shape: ModelConfig
+    data_dir: str | None  # the token folder, if one was named or made
+    prompts: list[Prompt]
+    base: Checkpoint | None  # the adapters' base
+    lora: LoRA | None
+
+
+def find_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Inputs:
+    """Find the checkpoint to continue and the prompts, and find or make the tokens. Rank 0 does this."""
+    if lock is None:
+        previous = find_previous(config, mirror)
+    else:
+        lock.enter_context(Store(config.run_dir).locked())
+        previous = recover_run(config, mirror)
+    shape = choose_shape(config, previous)
+    configure_device(config, shape)  # reports what the machine lacks before a long text is tokenized
+    prompts = read_run_prompts(config)
+    base = find_adapter_base(config, previous)
+    lora = None if base is None else config.lora(str(base.path), base.weights_sha256())
+    data_dir = tokenize_input(config, previous)
+    if config.input:
+        print(f"Report     {Path(str(data_dir), REPORT)}: what was read from each file, and what was left out")
+    return Inputs(previous, shape, data_dir, prompts, base, lora)
+
+
+def tokenize_input(config: Config, previous: Previous) -> str | None:
+    """Tokenize `input`, unless that was done. Return the token folder, or None if none is named.
+
+    Raises DataError if `data_dir` holds the tokens of another text, because other runs may need them.
+    """
+    if not config.input:
+        return config.data_dir
+    settings = text_settings(config, previous)
+    tokenize_text(settings, quiet=True, may_replace=not config.data_dir)
+    return settings.output_dir
+
+
+def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
+    """Build the run with initial weights. Nothing of the run folder is loaded yet. `lock`: lock the
+    folder until this stack is closed; None for a dry run.
+
+    Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one
+    sequence does not fit.
+    """
+    require_tracker(config)
+    mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
+    previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: find_inputs(config, mirror, lock))
+    was_compiled = previous.saved.state.compiled if previous.saved else None
+    hardware = configure_device(config, shape, was_compiled, estimate_steps(config, data_dir, shape.max_seq_len))
+    print(hardware.describe())
+    if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
+        return_freed_memory(hardware.device)
+
+    data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
+    choose_attention(data.layout.has_mask)
+    print(data.describe() + describe_repetition(data.windows, config))
+    check_prompts(prompts, data)
+
+    shape = replace(shape, vocab_size=data.vocab_size)
+    sizes = build_on_meta(config, shape)
+    print(describe_model(config, sizes, base))
+    rows, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
+    with memory_advice(config, shape, hardware, lambda: config.rows_at_once(rows)):
+        torch.manual_seed(config.seed)
+        model = TransformerLanguageModel(shape).to(hardware.device)
+        model.activation_checkpointing = config.activation_checkpointing
+        if base is not None and lora is not None:
+            base.load_weights(model)
+            add_adapters(model, lora)
+        if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
+            torch.cuda.reset_peak_memory_stats()
+        return Run(config, hardware, data, prompts, model, rows, source, mirror), previous
+
+
+def profile(config: Config) -> None:
+    """--profile: print the longest operations of a step. Writes no run."""
+    with process_group(config), signals_interrupt():
+        run, _ = make_run(config)
+        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+            inspections.profile(run)
+
+
+def dry_run(config: Config, started: float) -> None:
+    """--dry_run: take the next two steps in a temporary folder, save there, and print what the whole
+    run would take. Raises what would prevent the run."""
+    with process_group(config), signals_interrupt():
+        run, previous = make_run(config)
+        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+            mirror, run.mirror = run.mirror, None
+            with inspections.temporary_folder(run):
+                start_or_resume(run, previous)
+                if run.took_last_step:
+                    print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
+                    return
+                inspections.print_needs(run, mirror)
+                run.config = replace(run.config, log_interval=1, tracker=None)
+                first_step = run.state.step
+                clock = Clock(run, started)
+                stop = Stop()
+                with Saver(run, clock, stop) as saver:
+                    take_steps(run, clock, stop, saver, max_steps=first_step + inspections.DRY_RUN_STEPS)
+                    step_seconds = inspections.time_step(run, clock, first_step)
+                    saver.save_now()
+                inspections.check_results(run, first_step)
+            inspections.print_forecast(run, clock, first_step, step_seconds)
 
 
 if __name__ == "__main__":

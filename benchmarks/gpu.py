@@ -127,7 +127,7 @@ def quickstart(bench: Bench) -> None:
 
 
 def steps(bench: Bench) -> None:
-    """Time steps with the dial's optimizer: plain, recorded, compiled, both."""
+    """Time steps with the dial's optimizer: plain, captured, compiled, both."""
     import torch
 
     for layers, width, context, rows in SHAPES[:1] if bench.toy else SHAPES:
@@ -138,10 +138,10 @@ def steps(bench: Bench) -> None:
                 4096,
             )
             form, figures = "compiled" if compiles else "plain", dict[str, float]()
-            if training.recorded is not None:
-                figures[f"{form}, recorded"] = bench.time(training.step)
-                figures["update, recorded"] = bench.time(training.recorded.replay_update)
-                training.recorded = None
+            if training.captured is not None:
+                figures[f"{form}, captured"] = bench.time(training.step)
+                figures["update, captured"] = bench.time(training.captured.replay_update)
+                training.captured = None
                 training.optimizer.zero_grad(set_to_none=True)
             bench.note(f"{layers} x {width}, {rows} x {context}, ms", **figures, **{form: bench.time(training.step)})
             del training
@@ -162,8 +162,8 @@ def gpt2_small(bench: Bench) -> None:
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
         training.step()
         bench.synchronize()
-    own = "self_cpu_time_total" if bench.toy else "self_device_time_total"
-    print(trace.key_averages().table(sort_by=own, row_limit=40, max_name_column_width=60))
+    column = "self_cpu_time_total" if bench.toy else "self_device_time_total"
+    print(trace.key_averages().table(sort_by=column, row_limit=40, max_name_column_width=60))
 
 
 def generation(bench: Bench) -> None:

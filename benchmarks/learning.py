@@ -35,9 +35,9 @@ from common.script import script
 from common.tensors import meta_model
 from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
+from train_colab_mmap import tokenize_input
 from training.config import parse_config
 from training.law import Law
-from training.plan import find_or_tokenize
 from training.recipe import HEAD_WIDTH, Shape, choose_context, choose_sequences, choose_settings, read_recipe
 from training.records import read_metrics
 from training.state import Previous
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.law:
         variants = build_law_runs(flags.law, runs_dir)
         for words in variants.values():  # here, so that two runs do not tokenize at once
-            find_or_tokenize(parse_config(words), Previous())
+            tokenize_input(parse_config(words), Previous())
     else:
         first = flags.runs[0]
         variants = {run: shlex.split(run if run == first else f"{first} {run}") for run in flags.runs}

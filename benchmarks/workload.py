@@ -12,9 +12,9 @@ import torch
 from generation.sampling import Sampling
 from generation.stream import stream
 from model import TransformerLanguageModel
+from train_colab_mmap import make_run
 from training.compilation import prepare
 from training.config import parse_config
-from training.plan import make_run
 from training.run import Run
 from training.step import train_step
 

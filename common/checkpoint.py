@@ -237,8 +237,8 @@ def find_problems(folder: Path) -> list[str]:
 
 
 def describe_damage(folder: Path, problems: Iterable[str]) -> str:
-    there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
-    return f"The checkpoint {folder} is damaged: {'; '.join(problems)}. It contains {there}."
+    names = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
+    return f"The checkpoint {folder} is damaged: {'; '.join(problems)}. It contains {names}."
 
 
 def step_folders(*parents: Path) -> list[Path]:

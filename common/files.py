@@ -189,6 +189,6 @@ def describe_session() -> dict[str, Any]:
 def describe_holder(path: Path) -> str:
     """Return the "session" of a JSON file in parentheses; "" if there is none."""
     with contextlib.suppress(UserError, KeyError, TypeError):
-        theirs = read_json(path, UserError)["session"]
-        return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
+        session = read_json(path, UserError)["session"]
+        return f" ({session['pid']} on {session['machine']}, since {session['started']})"
     return ""

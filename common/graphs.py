@@ -1,4 +1,4 @@
-"""CUDA graphs: record the kernels of a function once, and replay them with one launch. For small models, launching
+"""CUDA graphs: capture the kernels of a function once, and replay them with one launch. For small models, launching
 kernels from Python takes longer than running them."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ T = TypeVar("T")
 MAX_UNUSED_SHARE = 0.1  # share of a GPU's memory that deleted graphs may keep
 
 
-class Recorder(Protocol):
+class Capture(Protocol):
     """Records work whose inputs and results are tensors at fixed addresses: a replay reads and overwrites them. Tests
-    on a CPU use a recorder that repeats the operations."""
+    on a CPU use a capture that repeats the operations."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run the work once on the recording stream, to set up libraries and allocators."""
+        """Run the work once on the capturing stream, to set up libraries and allocators."""
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Record the work without running it. Return a function that replays it, and its result."""
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """Capture the work without running it. Return a function that replays it, and its result."""
 
 
-class GraphRecorder:
+class GraphCapture:
     """Records CUDA graphs that share a memory pool.
 
-    `is_kept`: these graphs outlive others that are recorded and deleted meanwhile. When a graph is deleted, torch 2.12
-    to 2.14 free the cuBLAS workspace of its stream, which all graphs recorded there use (pytorch issue 193402). And
+    `is_kept`: these graphs outlive others that are captured and deleted meanwhile. When a graph is deleted, torch 2.12
+    to 2.14 free the cuBLAS workspace of its stream, which all graphs captured there use (pytorch issue 193402). And
     torch.cuda.Stream hands out the same 32 streams in turn, so kept graphs take streams of another priority.
     """
 
@@ -42,7 +42,7 @@ class GraphRecorder:
             work()
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -57,8 +57,8 @@ class GraphRecorder:
         return graph.replay, result
 
     def end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording. If it failed, also end it for the allocator and the random generator: torch up to 2.12
-        leaves both recording (pytorch pull request 180395), so memory is never returned and dropout raises."""
+        """End a capture. If it failed, also end it for the allocator and the random generator: torch up to 2.12
+        leaves both capturing (pytorch pull request 180395), so memory is never returned and dropout raises."""
         try:
             graph.capture_end()
         except RuntimeError:

@@ -120,6 +120,19 @@ def wrap(main: Main, full_disk: type[UserError] | None) -> Script:
     return run
 
 
+def check_flags(parse: Callable[[Sequence[str] | None], object]) -> None:
+    """Parse the command line. If it is wrong, or asks for --help, answer and end the process.
+
+    A script calls this before it imports torch, which takes seconds.
+    """
+
+    def only_parse(argv: Sequence[str] | None) -> None:
+        parse(argv)
+
+    if code := script(only_parse)():
+        sys.exit(code)
+
+
 def explain(error: BaseException, full_disk: type[UserError] | None) -> tuple[int | None, str]:
     """Return the exit code and message of an error; the code is None for a bug."""
     code, message = getattr(error, "exit_code", None), str(error)

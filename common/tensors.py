@@ -37,8 +37,8 @@ def load_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 def weights_file(folder: Path) -> Path:
     """Return the path of model.safetensors or, if it does not exist, of the blog's pytorch_model.bin."""
-    ours = folder / "model.safetensors"
-    return ours if os.path.exists(ours) else folder / "pytorch_model.bin"  # also False for an impossible name
+    path = folder / "model.safetensors"
+    return path if os.path.exists(path) else folder / "pytorch_model.bin"  # also False for an impossible name
 
 
 def read_weights(folder: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
 from exchange.hf_card import example_prompt
 from exchange.hf_tokenizer import build_chat_jinja, default_new_tokens
-from generation.settings import Sampling
+from generation.request import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
@@ -31,9 +31,9 @@ def require_gguf_export(path: str | Path, file: Path, ollama: bool = False) -> N
     Raises ConfigError if llama.cpp cannot run the model, or if `file`, or with `ollama` the Modelfile beside it,
     exists.
     """
-    for there, flag in ((file, "--gguf"), (modelfile_path(file), "--ollama")):
-        if there.exists() and (ollama or there is file):
-            raise ConfigError(f"{there}, which {flag} would write, already exists. Name a new file.")
+    for output, flag in ((file, "--gguf"), (modelfile_path(file), "--ollama")):
+        if output.exists() and (ollama or output is file):
+            raise ConfigError(f"{output}, which {flag} would write, already exists. Name a new file.")
     checkpoint = open_checkpoint(path)
     require_gguf(checkpoint.model_config(), load_tokenizer(checkpoint.tokenizer_path()))
 

@@ -69,9 +69,9 @@ def find_bpe_obstacle(tokenizer: BPETokenizer) -> str:
             return f"strips spaces or matches whole words with the added token {token['content']!r:.60}"
     # llama.cpp ignores merges (a word that is a token is taken whole) exactly for Llama 3's pre-tokenizer.
     if bool(model.get("ignore_merges")) != (tokenizer.splitting == "llama-bpe"):
-        made = {token["content"] for token in added} | {"".join(pair) for pair in read_merges(content)}
-        if other := [token for token in model["vocab"] if len(token) > 1 and token not in made]:
-            return f"has tokens that no merge creates, such as {other[0]!r:.60}"
+        reachable = {token["content"] for token in added} | {"".join(pair) for pair in read_merges(content)}
+        if unreachable := [token for token in model["vocab"] if len(token) > 1 and token not in reachable]:
+            return f"has tokens that no merge creates, such as {unreachable[0]!r:.60}"
     return ""
 
 
@@ -149,9 +149,9 @@ def choose_storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGML
 
     if tensor.dim() < 2 or name == "position_embd.weight":
         return GGMLQuantizationType.F32
-    wanted = GGMLQuantizationType[gguf_type.upper()]
-    block, _ = GGML_QUANT_SIZES[wanted]
-    return GGMLQuantizationType.F16 if tensor.size(-1) % block else wanted
+    storage = GGMLQuantizationType[gguf_type.upper()]
+    block, _ = GGML_QUANT_SIZES[storage]
+    return GGMLQuantizationType.F16 if tensor.size(-1) % block else storage
 
 
 def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:

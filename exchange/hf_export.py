@@ -7,13 +7,13 @@ from pathlib import Path
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError
 from common.files import json_bytes
-from exchange.comparison import LogitDifference, find_least_likely_id, require_same_logits
 from exchange.folders import load_in_fp32, require_new
 from exchange.hf_card import build_model_card
 from exchange.hf_common import ConversionError
 from exchange.hf_folder import load_hf_model, new_hf_folder, require_transformers
 from exchange.hf_model import choose_hf_model_type, extend_vocabulary, to_hf
 from exchange.hf_tokenizer import build_generation_config, hf_special_ids, hf_vocab_size
+from exchange.logits import LogitDifference, find_least_likely_id, require_same_logits
 
 
 def export(path: str | Path, out: Path) -> LogitDifference:

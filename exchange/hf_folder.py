@@ -73,10 +73,10 @@ def load_hf_model(folder: Path) -> Any:
     """Load a folder with transformers in fp32. Downloads nothing and runs no code from the folder."""
     from transformers import AutoModelForCausalLM
 
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
-    return theirs.eval()
+    return model.eval()
 
 
 def load_hf_tokenizer(folder: Path, config: Any = None) -> Any:
@@ -89,17 +89,17 @@ def load_hf_tokenizer(folder: Path, config: Any = None) -> Any:
 
     if config is not None and (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    named = {} if config is None else {"config": config}
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
+    options = {} if config is None else {"config": config}
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
 
 
 def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: Template | None) -> None:
     """Raise TokenizerError if an exported folder's tokenizer or chat template gives other ids in transformers."""
-    theirs = load_hf_tokenizer(folder)
+    hf_tokenizer = load_hf_tokenizer(folder)
     splitting = {"split_special_tokens": True} if template else {}
-    require_same_ids(tokenizer, theirs, add_special_tokens=True, **splitting)
+    require_same_ids(tokenizer, hf_tokenizer, add_special_tokens=True, **splitting)
     if template:
-        require_same_conversation(template, tokenizer, theirs)
+        require_same_conversation(template, tokenizer, hf_tokenizer)
 
 
 def build_hf_model(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:
@@ -113,10 +113,10 @@ def build_hf_model(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> A
     model_class = getattr(transformers, CONVERSIONS[hf_config["model_type"]].model_class)
     config_class = model_class.config_class
     # Before transformers 5.4, config classes declare their keys in __init__.
-    own = inspect.get_annotations(config_class) or inspect.signature(config_class).parameters
-    known = {key: value for key, value in hf_config.items() if key in own}
-    theirs: Any = model_class(config_class(**{**known, "tie_word_embeddings": tied}))
-    missing, unknown = theirs.load_state_dict(tensors, strict=False, assign=True)  # no second copy in memory
+    declared = inspect.get_annotations(config_class) or inspect.signature(config_class).parameters
+    known = {key: value for key, value in hf_config.items() if key in declared}
+    model: Any = model_class(config_class(**{**known, "tie_word_embeddings": tied}))
+    missing, unknown = model.load_state_dict(tensors, strict=False, assign=True)  # no second copy in memory
     assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
-    theirs.tie_weights()
-    return theirs.float().eval()
+    model.tie_weights()
+    return model.float().eval()

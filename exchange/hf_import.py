@@ -14,12 +14,12 @@ from common.chat import Template
 from common.errors import CheckpointError, DataError
 from common.files import read_json, require_regular
 from common.tensors import load_pickled
-from exchange.comparison import LogitDifference, require_same_logits
 from exchange.folders import require_matching_tokenizer, require_new, write_weights_checkpoint
 from exchange.hf_common import ConversionError, Tensors
 from exchange.hf_folder import build_hf_model, load_hf_tokenizer, require_transformers
 from exchange.hf_model import complete_names, from_hf
 from exchange.hf_tokenizer import import_tokenizer, recognize_chat_template, require_same_ids
+from exchange.logits import LogitDifference, require_same_logits
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
@@ -57,8 +57,8 @@ def import_model(name: str, out: Path) -> ImportResult:
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {folder}. Name a Hugging Face model folder.")
     if not (folder / "config.json").exists():
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-        raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json. It contains {there}.")
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+        raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json. It contains {names}.")
     hf_config = read_json(folder / "config.json", CheckpointError)
     try:
         tensors = read_tensors(folder)
@@ -76,15 +76,15 @@ def import_model(name: str, out: Path) -> ImportResult:
         raise CheckpointError(f"The weights of {folder} cannot be loaded: {problem}.") from None
     del state
     try:
-        theirs = build_hf_model(hf_config, complete_names(hf_config["model_type"], tensors), config.tie_embeddings)
+        hf_model = build_hf_model(hf_config, complete_names(hf_config["model_type"], tensors), config.tie_embeddings)
     except Exception as problem:  # several libraries check the config, each with its own errors
         raise CheckpointError(f"transformers cannot build the model of {folder}: {str(problem).strip():.500}") from None
     try:
-        their_tokenizer = load_hf_tokenizer(folder, theirs.config)
+        their_tokenizer = load_hf_tokenizer(folder, hf_model.config)
     except Exception as problem:  # `tokenizers` raises a plain Exception
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
     require_same_ids(tokenizer, their_tokenizer, split_special_tokens=True)
-    difference = require_same_logits(model, theirs, tokenizer)
+    difference = require_same_logits(model, hf_model, tokenizer)
     template = recognize_chat_template(folder, tokenizer, their_tokenizer)
     write_weights_checkpoint(out, model, tokenizer, tokenizer_file, template)
     ends = [tokenizer.decode([i]) for i in sorted(tokenizer.end_ids)]

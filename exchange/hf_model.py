@@ -80,8 +80,8 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in CONVERSIONS:
-        named = f"{kind!r:.100}" if kind is not None else "missing"
-        raise ConversionError(f"model_type is {named}; supported are {', '.join(CONVERSIONS)}")
+        description = f"{kind!r:.100}" if kind is not None else "missing"
+        raise ConversionError(f"model_type is {description}; supported are {', '.join(CONVERSIONS)}")
     conversion = CONVERSIONS[kind]
     tensors = complete_names(kind, tensors)
     tied = is_tied(hf_config, tensors, conversion.embedding, conversion.is_tied)

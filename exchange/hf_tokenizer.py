@@ -12,7 +12,7 @@ import numpy as np
 from common.chat import CHATML_TOKENS, ChatML, ChatTemplate, Message, Template
 from common.errors import DataError
 from common.files import read_json
-from generation.settings import Sampling
+from generation.request import Sampling
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_bpe import PROBE_TEXT, SPECIAL_TOKENS, BPETokenizer, TokenizerError, read_tokenizer_json
@@ -213,10 +213,10 @@ def load_vocab_and_merges(folder: Path) -> BPETokenizer:
     from transformers import AutoTokenizer
 
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:  # `tokenizers` raises a plain Exception
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
-    return BPETokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()))
+    return BPETokenizer(tokenizers.Tokenizer.from_str(hf_tokenizer.backend_tokenizer.to_str()))
 
 
 def probe_text(tokenizer: Tokenizer) -> str:
@@ -227,7 +227,7 @@ def probe_text(tokenizer: Tokenizer) -> str:
     return alphabet + tokenizer.decode(tokenizer.encode(PROBE_PARAGRAPH + PROBE_TEXT, unknown="drop"))
 
 
-def require_same_conversation(template: Template, tokenizer: Tokenizer, theirs: Any) -> None:
+def require_same_conversation(template: Template, tokenizer: Tokenizer, hf_tokenizer: Any) -> None:
     """Raise TokenizerError if transformers gives other ids for a conversation, with or without a last question."""
     messages = [
         Message("system", "Be brief."),
@@ -235,19 +235,19 @@ def require_same_conversation(template: Template, tokenizer: Tokenizer, theirs: 
         Message("assistant", 'It\'s a "test".'),
         Message("user", "Why\n\nso?"),
     ]
-    asked = [message._asdict() for message in messages]
-    found = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
-    whole = theirs.apply_chat_template(asked[:3], return_dict=True)["input_ids"]
+    turns = [message._asdict() for message in messages]
+    found = hf_tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = hf_tokenizer.apply_chat_template(turns[:3], return_dict=True)["input_ids"]
     ids = template.encode(tokenizer, messages[:3])[0].tolist()
     if found != template.prompt_ids(tokenizer, messages) or whole != ids:
         raise TokenizerError("transformers gives other ids for a conversation: it reads the chat template differently.")
 
 
-def recognize_chat_template(folder: Path, tokenizer: Tokenizer, theirs: Any) -> Template | None:
+def recognize_chat_template(folder: Path, tokenizer: Tokenizer, hf_tokenizer: Any) -> Template | None:
     """Return the folder's chat template if it is one that we support, else None.
 
     It is ours if the file is the same, and ChatML if transformers, which runs templates in a sandbox, builds the same
-    prompts. `theirs` is the tokenizer of transformers.
+    prompts. `hf_tokenizer` is the tokenizer of transformers.
     """
     path, template = folder / "chat_template.jinja", ChatTemplate()
     if path.exists() and path.read_bytes() == build_chat_jinja(template, tokenizer).encode():
@@ -259,7 +259,7 @@ def recognize_chat_template(folder: Path, tokenizer: Tokenizer, theirs: Any) -> 
 
     def ask(messages: Sequence[Message], **how: Any) -> Any:
         asked = [message._asdict() for message in messages]
-        return theirs.apply_chat_template(asked, add_generation_prompt=True, **how)
+        return hf_tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
 
     try:
         # The text before the question is the default system turn.
@@ -273,7 +273,7 @@ def recognize_chat_template(folder: Path, tokenizer: Tokenizer, theirs: Any) -> 
     return chatml
 
 
-def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
+def require_same_ids(tokenizer: Tokenizer, hf_tokenizer: Any, **how: Any) -> None:
     """Raise TokenizerError if a tokenizer of transformers encodes the probe text or decodes its ids differently.
 
     `how`: keyword arguments of the call. In our tokenizers, names of special tokens are ordinary text; the token at the
@@ -283,14 +283,14 @@ def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
     ids = tokenizer.encode(text).tolist()
     if how.setdefault("add_special_tokens", False) and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id, *ids]
-    found = theirs(text, **how)["input_ids"]
+    found = hf_tokenizer(text, **how)["input_ids"]
     if found != ids:
         first = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
         raise TokenizerError(
             f"transformers reads the tokenizer differently: {len(found)} ids instead of {len(ids)} for the probe text, "
             f"the first difference at {first}, after {tokenizer.decode(ids[max(0, first - 5) : first])!r}."
         )
-    if (back := theirs.decode(ids, clean_up_tokenization_spaces=False)) != tokenizer.decode(ids):
+    if (back := hf_tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != tokenizer.decode(ids):
         raise TokenizerError(f"transformers decodes the same ids to other text: {back[:100]!r} ...")
-    if len(theirs) > (most := hf_vocab_size(tokenizer)):
-        raise TokenizerError(f"transformers adds tokens: {len(theirs):,} instead of {most:,}.")
+    if len(hf_tokenizer) > (limit := hf_vocab_size(tokenizer)):
+        raise TokenizerError(f"transformers adds tokens: {len(hf_tokenizer):,} instead of {limit:,}.")

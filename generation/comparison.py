@@ -28,8 +28,8 @@ from generation.passages import (
     score_next_sentences,
     score_passages,
 )
+from generation.request import Sampling
 from generation.scoring import Score
-from generation.settings import Sampling
 from tokenization.metadata import TokenMetadata
 from tokenizer import load_tokenizer
 
@@ -98,47 +98,54 @@ class Comparison:
 
     def describe_verdict(self) -> list[str]:
         """Return sentences on which model is best, by how much and how soon, and what is unknown."""
-        best, *others = sorted(self.contenders, key=lambda each: add_scores(each.scores).bits_per_byte)
-        said = []
+        best, *others = sorted(self.contenders, key=lambda contender: add_scores(contender.scores).bits_per_byte)
+        sentences = []
         for other in others:
             gap = compare_scores(other.scores, best.scores)
             size = f"{gap.mean:.3f} +- {gap.error:.3f} bits per byte"
             if gap.is_clear:
-                said.append(f"{best.name} is better than {other.name} by {size}.")
+                sentences.append(f"{best.name} is better than {other.name} by {size}.")
             else:
-                said.append(f"{best.name} and {other.name} do not differ measurably on this text ({size}).")
+                sentences.append(f"{best.name} and {other.name} do not differ measurably on this text ({size}).")
             if (
                 best.training_tokens and best.training_tokens == other.training_tokens and best.losses and other.losses
             ):  # losses on the same text
                 time, loss = other.losses[-1]
-                reached = next((seconds for seconds, ours in best.losses if ours <= loss), None)
+                reached = next((seconds for seconds, best_loss in best.losses if best_loss <= loss), None)
                 if reached is not None:
-                    said.append(
+                    sentences.append(
                         f"It reaches the last loss of {other.name}, {loss:.3f}, in {reached / time:.2g} of its time "
                         f"({duration(reached)} of {duration(time)})."
                     )
-        if unknown := [each.name for each in self.contenders if each.training_tokens is None]:
-            said.append(f"The training text of {', '.join(unknown)} is unknown and may include these passages.")
-        return said
+        if unknown := [contender.name for contender in self.contenders if contender.training_tokens is None]:
+            sentences.append(f"The training text of {', '.join(unknown)} is unknown and may include these passages.")
+        return sentences
 
     def build_tables(self) -> list[list[list[str]]]:
         """Return tables of the measurements, and of each model's continuations of held-out prompts."""
-        names = [cell(each.name) for each in self.contenders]
+        names = [cell(contender.name) for contender in self.contenders]
         rows, first = [["", *names]], 0
-        for whose, passages in self.passages.items():
+        for holder, passages in self.passages.items():
             part = slice(first, first := first + len(passages))
             bits = []
-            for each in self.contenders:
-                gap = compare_scores(each.scores[part], self.contenders[0].scores[part])
-                change = "" if each is self.contenders[0] else f" ({gap.mean:+.3f} ± {gap.error:.3f})"
-                bits.append(f"{add_scores(each.scores[part]).bits_per_byte:.3f}{change}")
-            rows.append([f"bits per byte, passages held out by {whose}: {len(passages)}", *bits])
-        rows.append(["next sentences picked correctly", *(each.next_sentences for each in self.contenders)])
-        rows.append(["parameters", *(f"{each.parameters:,}" for each in self.contenders)])
-        rows.append(["training", *(duration(each.losses[-1][0]) if each.losses else "" for each in self.contenders)])
-        rows.append(["tokens/s in training", *(si(each.speed) if each.speed else "" for each in self.contenders)])
+            for contender in self.contenders:
+                gap = compare_scores(contender.scores[part], self.contenders[0].scores[part])
+                change = "" if contender is self.contenders[0] else f" ({gap.mean:+.3f} ± {gap.error:.3f})"
+                bits.append(f"{add_scores(contender.scores[part]).bits_per_byte:.3f}{change}")
+            rows.append([f"bits per byte, passages held out by {holder}: {len(passages)}", *bits])
+        rows.append(["next sentences picked correctly", *(contender.next_sentences for contender in self.contenders)])
+        rows.append(["parameters", *(f"{contender.parameters:,}" for contender in self.contenders)])
+        rows.append(
+            [
+                "training",
+                *(duration(contender.losses[-1][0]) if contender.losses else "" for contender in self.contenders),
+            ]
+        )
+        rows.append(
+            ["tokens/s in training", *(si(contender.speed) if contender.speed else "" for contender in self.contenders)]
+        )
         written = [
-            [cell(prompt), *(cell(each.continuations[i]) for each in self.contenders)]
+            [cell(prompt), *(cell(contender.continuations[i]) for contender in self.contenders)]
             for i, prompt in enumerate(self.prompts)
         ]
         return [rows, [["held-out beginning", *names], *written]] if written else [rows]

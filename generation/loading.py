@@ -13,7 +13,7 @@ from common.machine import has_fast_bf16, pick_device
 from common.tensors import Uninitialized
 from common.validation import build
 from generation.completion import generate
-from generation.settings import Sampling
+from generation.request import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer

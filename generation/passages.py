@@ -154,13 +154,13 @@ class Difference(NamedTuple):
         return abs(self.mean) > self.error
 
 
-def compare_scores(one: Sequence[Score], other: Sequence[Score]) -> Difference:
+def compare_scores(first: Sequence[Score], second: Sequence[Score]) -> Difference:
     """Return the difference of two models on the same passages, with its error by a paired bootstrap over passages."""
-    counts = np.array([[(score.nats, score.bytes) for score in scores] for scores in (one, other)])  # (2, N, 2)
-    drawn = np.random.RandomState(0).randint(0, len(one), (NUM_RESAMPLES, len(one)))
+    counts = np.array([[(score.nats, score.bytes) for score in scores] for scores in (first, second)])  # (2, N, 2)
+    drawn = np.random.RandomState(0).randint(0, len(first), (NUM_RESAMPLES, len(first)))
     nats, lengths = np.moveaxis(counts[:, drawn].sum(axis=2), -1, 0)  # (2, NUM_RESAMPLES) each
     error = 2 * np.subtract(*nats / lengths).std() / np.log(2)
-    return Difference(add_scores(one).bits_per_byte - add_scores(other).bits_per_byte, float(error))
+    return Difference(add_scores(first).bits_per_byte - add_scores(second).bits_per_byte, float(error))
 
 
 # Next sentences

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from common.machine import runs_ahead
-from generation.settings import Sampling as Sampling
+from generation.request import Sampling as Sampling
 
 NUM_SORTED_FIRST = 512  # other tokens are sorted only if the choice depends on it
 

@@ -207,8 +207,8 @@ def describe_score(score: Score) -> str:
         return f"{numbers} (how this reads was measured for alphabets only)"
     if score.bytes < MIN_JUDGED_BYTES:
         return f"{numbers} (too little text to say how that reads)"
-    said = next(words for most, words in MEANINGS if score.bits_per_character < most)
-    return f"{numbers}: {said} (docs/reading_losses.md)"
+    meaning = next(words for limit, words in MEANINGS if score.bits_per_character < limit)
+    return f"{numbers}: {meaning} (docs/reading_losses.md)"
 
 
 class Likelihood(NamedTuple):

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.graphs import GraphRecorder, Recorder, free_unused_memory
+from common.graphs import Capture, GraphCapture, free_unused_memory
 from common.machine import exact_device, runs_ahead
 from common.output import say_once
-from generation.recorded import RecordedDecoder
+from generation.captured import CapturedDecoder
 from generation.sampling import Penalties, Sampling, choose, draw_uniforms
 from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
 
-MIN_RECORDED_TOKENS = 16  # recording takes as long as a few tokens
+MIN_CAPTURED_TOKENS = 16  # capturing takes as long as a few tokens
 
 
 @torch.inference_mode()
@@ -42,14 +42,14 @@ def stream(
     penalties = Penalties(sampling, rows, bias)
     context, ahead = model.config.max_seq_len, runs_ahead(model.device)
     cache, next_logits = prefill(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
-    recorder = build_recorder(model.device)
-    if recorder is not None and sampling.max_new_tokens >= MIN_RECORDED_TOKENS and max(cache.lengths) < context:
+    graphs = build_capture(model.device)
+    if graphs is not None and sampling.max_new_tokens >= MIN_CAPTURED_TOKENS and max(cache.lengths) < context:
         decoder = None
         try:
             with without_cudnn(model.device):
-                decoder = RecordedDecoder(model, cache, next_logits, penalties, uniforms, sampling, recorder)
+                decoder = CapturedDecoder(model, cache, next_logits, penalties, uniforms, sampling, graphs)
         except RuntimeError as error:  # memory may be too small for a second cache
-            say_once(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
+            say_once(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
         if decoder is not None:
             del cache, next_logits  # the decoder has its own
             try:
@@ -77,9 +77,9 @@ def stream(
 
 
 def replay(
-    decoder: RecordedDecoder, rows: list[list[int]], max_new_tokens: int
+    decoder: CapturedDecoder, rows: list[list[int]], max_new_tokens: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Generate as `stream` does, with a recorded step. Two steps are queued before the host reads the first one's
+    """Generate as `stream` does, with a captured step. Two steps are queued before the host reads the first one's
     tokens."""
     queued: deque[tuple[Callable[[], list[int]], torch.Tensor]] = deque()
     for t in range(max_new_tokens):
@@ -101,8 +101,8 @@ def replay(
                 decoder.read()
 
 
-def build_recorder(device: torch.device) -> Recorder | None:
-    return GraphRecorder() if device.type == "cuda" else None
+def build_capture(device: torch.device) -> Capture | None:
+    return GraphCapture() if device.type == "cuda" else None
 
 
 def forbid_unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:

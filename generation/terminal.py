@@ -8,7 +8,7 @@ import dataclasses
 from common.chat import Message, Template
 from common.output import printable
 from generation.completion import Completion, encode_prompt
-from generation.settings import Sampling
+from generation.request import Sampling
 from generation.stream import forbid_unused_ids, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
@@ -58,13 +58,13 @@ def interact(
                     print(printable(line), end="", flush=True)
                     print_stream(model, tokenizer, encode_prompt(tokenizer, line), sampling, is_answer=False)
                 else:
-                    asked = [*turns, Message("user", line)]
-                    ids = template.prompt_ids(tokenizer, asked, max_prompt_tokens(model, sampling))
-                    if not forgets and len(ids) < len(template.prompt_ids(tokenizer, asked)):
+                    conversation = [*turns, Message("user", line)]
+                    ids = template.prompt_ids(tokenizer, conversation, max_prompt_tokens(model, sampling))
+                    if not forgets and len(ids) < len(template.prompt_ids(tokenizer, conversation)):
                         print("(The conversation is longer than the context, so the oldest turns are forgotten.)")
                         forgets = True
                     answer = print_stream(model, tokenizer, ids, sampling, is_answer=True).text
-                    turns = [*asked, Message("assistant", answer)] if answer.strip() else turns
+                    turns = [*conversation, Message("assistant", answer)] if answer.strip() else turns
             except KeyboardInterrupt:  # stops only this text
                 print()
             except TokenizerError as problem:  # unknown characters

@@ -81,9 +81,9 @@ class TracedText:
 
     def count_common(self, words: np.ndarray, place: int) -> int:
         """Return how many of these words match the training text from word number `place` on."""
-        there = self.words[place : place + len(words)]
-        differs = np.flatnonzero(there != words[: len(there)])
-        return int(differs[0]) if len(differs) else len(there)
+        text_words = self.words[place : place + len(words)]
+        differs = np.flatnonzero(text_words != words[: len(text_words)])
+        return int(differs[0]) if len(differs) else len(text_words)
 
     def place(self, number: int) -> str:
         """Return the file and line of a word."""

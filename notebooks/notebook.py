@@ -102,9 +102,9 @@ def get_text(source: str, path: str, drive: Path | None) -> Path | None:
 def find_upload(kept: Path, is_another: bool) -> Path:
     """Return the last uploaded file, or ask for one."""
     folder = kept / "texts"
-    there = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
-    if there and not is_another:
-        return there[-1]
+    uploaded = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    if uploaded and not is_another:
+        return uploaded[-1]
     if import_colab() is None:
         raise Stopped("Uploads work in Colab only. Put your text beside the notebook, and give its path.")
     from google.colab import files
@@ -125,10 +125,10 @@ def count_bytes(text: Path) -> int:
 
 def write_prompts(prompts: str, file: Path) -> Path | None:
     """Write a file for --eval_prompts from prompts separated by |. Return None if there are none."""
-    asked = [prompt.strip() for prompt in prompts.split("|") if prompt.strip()]
+    lines = [prompt.strip() for prompt in prompts.split("|") if prompt.strip()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
-    return file if asked else None
+    file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in lines), encoding="utf-8")
+    return file if lines else None
 
 
 # Results

@@ -46,9 +46,9 @@ def find_checkpoints(places: Sequence[Path]) -> list[Path]:
         inside = [*steps, *place.glob("best"), *place.glob("*/best")]
         found |= dict.fromkeys(path for path in inside or [place] if (path / "config.json").is_file())
     if not found:
-        named = ", ".join(f"{place}/" for place in places)
+        names = ", ".join(f"{place}/" for place in places)
         raise CheckpointError(
-            f"No trained model in {named}. Train one first, for instance with python train_colab_mmap.py --config "
+            f"No trained model in {names}. Train one first, for instance with python train_colab_mmap.py --config "
             "quickstart.json, or name a checkpoint or run folder."
         )
     return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime_ns, reverse=True)
@@ -142,7 +142,7 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
         return [gr.update(choices=choices()), gr.update(choices=talkers())]
 
     found = choices()
-    own = {"api_visibility": "private"}
+    hidden = {"api_visibility": "private"}
     with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
         with gr.Accordion("Settings", open=False):
             settings = [
@@ -178,12 +178,12 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
                 chatbot=gr.Chatbot(render_markdown=False),
                 additional_inputs=[talker, *settings],
                 concurrency_limit=1,
-                **own,
+                **hidden,
             )
         writing = gr.on(
-            [go.click, prompt.submit], compare, [compared, prompt, *settings], texts, concurrency_limit=1, **own
+            [go.click, prompt.submit], compare, [compared, prompt, *settings], texts, concurrency_limit=1, **hidden
         )
-        stop.click(None, cancels=[writing], **own)
-        page.load(refresh, None, [compared, talker], **own)
+        stop.click(None, cancels=[writing], **hidden)
+        page.load(refresh, None, [compared, talker], **hidden)
     page.queue(max_size=MAX_WAITING, api_open=False)
     return page

@@ -27,7 +27,7 @@ from benchmarks import measure
 from tests.helpers import ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.forked", "train_colab_mmap", "training.fit", "matplotlib.backends.backend_agg"])
+SERVER.set_forkserver_preload(["tests.forked", "train_colab_mmap", "matplotlib.backends.backend_agg"])
 TRAINER = ROOT / "train_colab_mmap.py"
 
 

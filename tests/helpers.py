@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ from tokenize_local_bpe import tokenize
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.data import TokenData
-from training.hardware import Hardware, detect_hardware
+from training.hardware import Hardware, configure_device
 from training.memory import estimate_memory
 from training.run import Prompt, Run
 
@@ -170,7 +172,7 @@ def rows_of(config: Config) -> int:
 
 
 def hardware_of(config: Config) -> Hardware:
-    return detect_hardware(config, config)
+    return configure_device(config, config)
 
 
 def open_tokens(config: Config, hardware: Hardware = CPU) -> TokenData:
@@ -238,3 +240,11 @@ def logged() -> Iterator[list[str]]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def answer_without_libraries(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that has to answer before it imports anything that takes long."""
+    command = [sys.executable, "-X", "importtime", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not re.search(r"\| +(torch|numpy|tokenizers)$", done.stderr, re.MULTILINE), f"{words} imports libraries"
+    return done

@@ -19,7 +19,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.made: set[int] = set()  # storages that the recorded operations allocated
+        self.made: set[int] = set()  # storages that the captured operations allocated
         self.changed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # other tensors that they write, and before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +38,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Restore what the recorded operations changed: a GPU does not do what it records."""
+        """Restore what the captured operations changed: a GPU does not do what it records."""
         for whole, before in self.changed.values():
             whole.copy_(before)
 
@@ -55,8 +55,8 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class TapeRecorder:
-    """A `Recorder` of common/graphs.py on the CPU. `launches` counts what the host has launched."""
+class TapeCapture:
+    """A `Capture` of common/graphs.py on the CPU. `launches` counts what the host has launched."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
@@ -64,7 +64,7 @@ class TapeRecorder:
     def warm_up(self, work: Callable[[], object]) -> None:
         work()
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         tape = Tape()
         with tape:
             result = work()

@@ -14,7 +14,7 @@ from tests.helpers import ROOT, SOURCES
 
 GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_bpe"}
 CONFIG = {"training.config"}
-FLAGS = {"generation.settings", "tokenization.settings"}  # so that one script can say which other has a flag
+FLAGS = {"generation.request", "tokenization.settings"}  # so that one script can say which other has a flag
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "model_config": set(),
@@ -28,15 +28,15 @@ MAY_IMPORT = {
     "training.records": GROUND | CONFIG,
     "training": GROUND | {"tokenization", "generation"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
-    "generate": GROUND | {"generation"},
-    "train_colab_mmap": {"common", "tokenization", "training"},
+    "generate": GROUND | {"tokenization", "generation"},
+    "train_colab_mmap": GROUND | {"tokenization", "training", "tokenize_local_bpe"},
 }
 PRODUCT = set(MAY_IMPORT)
 # Rooms beside each other do not import each other, and only notebooks import tools.
 MAY_IMPORT["exchange"] = GROUND | {
     "training.state",  # a card tells how the training went
     "training.records",
-    "generation.settings",  # a Modelfile has generate.py's defaults
+    "generation.request",  # a Modelfile has generate.py's defaults
 }
 MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.records"}
 MAY_IMPORT["benchmarks"] = PRODUCT

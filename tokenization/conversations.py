@@ -126,13 +126,13 @@ def extract_chats(record: dict[str, Any]) -> list[str]:
     """Return the chats of an export by one of the programs in CHAT_EXPORTS, one message per line: `Anna: Hi`."""
     listed = record.get("chats")  # Telegram's export of all chats
     if isinstance(listed, dict) and isinstance(listed.get("list"), list):
-        return [chat for each in listed["list"] if isinstance(each, dict) for chat in extract_chats(each)]
+        return [chat for entry in listed["list"] if isinstance(entry, dict) for chat in extract_chats(entry)]
     messages = record.get("messages")
-    messages = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-    messages.sort(key=lambda each: each["timestamp_ms"] if isinstance(each.get("timestamp_ms"), int) else 0)
+    messages = [entry for entry in messages if isinstance(entry, dict)] if isinstance(messages, list) else []
+    messages.sort(key=lambda entry: entry["timestamp_ms"] if isinstance(entry.get("timestamp_ms"), int) else 0)
     for writer, key in CHAT_EXPORTS.values():
-        said = [(read_name(each.get(writer)), read_message_text(each.get(key))) for each in messages]
-        if lines := [f"{name}: {text}" for name, text in said if name and text]:
+        turns = [(read_name(entry.get(writer)), read_message_text(entry.get(key))) for entry in messages]
+        if lines := [f"{name}: {text}" for name, text in turns if name and text]:
             return ["\n".join(lines)]
     return []
 
@@ -146,22 +146,24 @@ def read_slack(messages: Iterable[Any], source: Source) -> str:
     writers are missing."""
     try:
         users = json.loads(read_beside(source, "../users.json"))
-        names: dict[str, str] = {each["id"]: each.get("profile", {}).get("real_name") or each["name"] for each in users}
+        names: dict[str, str] = {
+            entry["id"]: entry.get("profile", {}).get("real_name") or entry["name"] for entry in users
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UnreadableError(
             "a Slack export whose names are missing; give the whole folder, with users.json"
         ) from None
     lines = []
-    for each in messages:
+    for entry in messages:
         if (
-            is_of_slack(each)
-            and isinstance(each["text"], str)
-            and each["text"]
-            and not str(each.get("subtype", "")).startswith("channel_")
+            is_of_slack(entry)
+            and isinstance(entry["text"], str)
+            and entry["text"]
+            and not str(entry.get("subtype", "")).startswith("channel_")
         ):
-            text = re.sub(r"<@(\w+)[^>]*>", lambda match: names.get(match[1]) or match[1], each["text"])
+            text = re.sub(r"<@(\w+)[^>]*>", lambda match: names.get(match[1]) or match[1], entry["text"])
             text = html.unescape(re.sub(r"<(?:[^<>|]*\|)?([^<>|]*)>", r"\1", text))
-            lines.append(f"{names.get(each.get('user'), each.get('username', 'Bot'))}: {normalize_text(text)}")
+            lines.append(f"{names.get(entry.get('user'), entry.get('username', 'Bot'))}: {normalize_text(text)}")
     return "\n".join(lines)
 
 
@@ -276,10 +278,10 @@ def read_turns(value: Any, lenient: bool = False) -> list[Message]:
             raise ValueError(f"turn {number} has no role")
         if turn.get("weight", 1) != 1:  # OpenAI's files mark answers that must not be learned with 0
             raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}; only 1 is supported")
-        said = next((turn[key] for key in ("text", "content", "value") if turn.get(key)), "")
-        if lenient and isinstance(said, list):
-            said = [part for part in said if isinstance(part, dict) and part.get("type") == "text"]
-        content = read_content(said, f"turn {number}")
+        parts = next((turn[key] for key in ("text", "content", "value") if turn.get(key)), "")
+        if lenient and isinstance(parts, list):
+            parts = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+        content = read_content(parts, f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages
 

@@ -190,17 +190,17 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = TEXT_SUFFIXE
     Raises DataError for an input without files.
     """
     found: dict[Path, Source] = {}
-    for given in inputs:
-        for source in expand(given, suffixes):
+    for pattern in inputs:
+        for source in expand(pattern, suffixes):
             if source.is_named or source.path not in found:
                 found[source.path] = source
     return list(found.values())
 
 
 def source_at(path: Path, name: str, note: str = "") -> Source:
-    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-    found = [each.stat() for each in files]
-    size, modified_ns = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
+    files = [entry for entry in path.rglob("*") if entry.is_file()] if path.is_dir() else [path]
+    stats = [entry.stat() for entry in files]
+    size, modified_ns = sum(entry.st_size for entry in stats), max(entry.st_mtime_ns for entry in stats)
     return Source(path.resolve(), name, size, modified_ns, note)
 
 
@@ -209,9 +209,9 @@ def strip_packing(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def walk(given: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Source | str]]:
+def walk(pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Source | str]]:
     """Yield the name of each file below a folder, with its source, or with the reason why it is not read."""
-    top = Path(given).expanduser()
+    top = Path(pattern).expanduser()
     problems: list[OSError] = []
     for parent, folders, names in os.walk(top, onerror=problems.append):
         below = {name: Path(parent, name).relative_to(top).as_posix() for name in folders + names}
@@ -235,7 +235,7 @@ def walk(given: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Source | 
             except OSError as error:
                 problems.append(error)
                 continue
-            yield below[name], find_obstacle(source, given, suffixes) or replace(source.look(), is_named=False)
+            yield below[name], find_obstacle(source, pattern, suffixes) or replace(source.look(), is_named=False)
     for problem in problems:
         yield Path(problem.filename).relative_to(top).as_posix(), f"cannot be opened: {problem.strerror}"
 
@@ -251,8 +251,8 @@ def match(pattern: str) -> Iterator[tuple[str, Source | str]]:
 
 def list_left_out(inputs: Sequence[str], suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return (name, reason) of what the folders and patterns hold and is not read."""
-    found = (walk(given, suffixes) if Path(given).expanduser().is_dir() else match(given) for given in inputs)
-    return [(name, reason) for each in found for name, reason in each if isinstance(reason, str)]
+    found = (walk(pattern, suffixes) if Path(pattern).expanduser().is_dir() else match(pattern) for pattern in inputs)
+    return [(name, reason) for entries in found for name, reason in entries if isinstance(reason, str)]
 
 
 def is_hidden(name: str) -> bool:
@@ -261,8 +261,8 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
-def find_obstacle(source: Source, given: str, suffixes: tuple[str, ...]) -> str:
-    """Return why a file in the folder `given` is not read; "" if it is."""
+def find_obstacle(source: Source, typed: str, suffixes: tuple[str, ...]) -> str:
+    """Return why a file in the folder `typed` is not read; "" if it is."""
     name = Path(source.name).name
     if is_hidden(source.name):
         return "hidden"
@@ -275,7 +275,7 @@ def find_obstacle(source: Source, given: str, suffixes: tuple[str, ...]) -> str:
         return UNPACK
     if not holds_prose(read_beginning(source)):
         return UNKNOWN_SUFFIX
-    pattern = f"{glob.escape(given)}/**/{'*' + glob.escape(source.suffix) if source.suffix else glob.escape(name)}"
+    pattern = f"{glob.escape(typed)}/**/{'*' + glob.escape(source.suffix) if source.suffix else glob.escape(name)}"
     return f"it may be text; read such files with --input {shlex.quote(pattern)}"
 
 
@@ -286,44 +286,44 @@ def require_unchanged(source: Source) -> None:
         raise DataError(f"{source.place} changed while it was read. Run the same command again once it is complete.")
 
 
-def expand(given: str, suffixes: tuple[str, ...]) -> list[Source]:
+def expand(pattern: str, suffixes: tuple[str, ...]) -> list[Source]:
     """Return the files that an input names."""
-    if not given:
+    if not pattern:
         raise DataError("An input has an empty name. Name a file or a folder (. is the current folder).")
-    if given.startswith(HUB):
+    if pattern.startswith(HUB):
         raise DataError(
-            f"Tokenize {given} first: python tokenize_local_bpe.py --input {shlex.quote(given)} --max_mb 500 "
+            f"Tokenize {pattern} first: python tokenize_local_bpe.py --input {shlex.quote(pattern)} --max_mb 500 "
             f"--output_dir {DEFAULT_FOLDER}/hub. It prints the command for training."
         )
-    path = Path(given).expanduser()
+    path = Path(pattern).expanduser()
     if path.is_dir() and not (path / BOOK_MARK).is_file():
-        there = list(walk(given, suffixes))
-        if sources := [source for _, source in there if isinstance(source, Source)]:
+        inside = list(walk(pattern, suffixes))
+        if sources := [source for _, source in inside if isinstance(source, Source)]:
             return sorted(sources, key=lambda source: source.path)
-        reasons = Counter(reason for _, reason in there if isinstance(reason, str)).most_common(3)
+        reasons = Counter(reason for _, reason in inside if isinstance(reason, str)).most_common(3)
         described = "".join(f" {count:,} files: {reason}." for reason, count in reasons)
         endings = f"{', '.join(suffixes)} (also with .gz or .zst)"
-        raise DataError(f"The folder {given} has no file with a name that ends in {endings}.{described}")
+        raise DataError(f"The folder {pattern} has no file with a name that ends in {endings}.{described}")
     if path.is_file() or path.is_dir():
         return [source_at(path, path.name).look()]
     if path.exists():
-        raise DataError(f"{given} is not a regular file. Write its text to a file first, because it is read twice.")
-    if glob.has_magic(given):
-        if matches := [source for _, source in match(given) if isinstance(source, Source)]:
+        raise DataError(f"{pattern} is not a regular file. Write its text to a file first, because it is read twice.")
+    if glob.has_magic(pattern):
+        if matches := [source for _, source in match(pattern) if isinstance(source, Source)]:
             return matches
-        raise DataError(f"No file matches {given} in {Path.cwd()}.")
-    raise missing_error(given)
+        raise DataError(f"No file matches {pattern} in {Path.cwd()}.")
+    raise missing_error(pattern)
 
 
 def require_existing(inputs: Sequence[str]) -> None:
     """Raise DataError for an input that is neither a path that exists nor a pattern nor an address on the hub."""
-    for given in inputs:
-        if not (given.startswith(HUB) or glob.has_magic(given) or os.path.exists(os.path.expanduser(given))):
-            raise missing_error(given)
+    for pattern in inputs:
+        if not (pattern.startswith(HUB) or glob.has_magic(pattern) or os.path.exists(os.path.expanduser(pattern))):
+            raise missing_error(pattern)
 
 
-def missing_error(given: str) -> DataError:
-    return DataError(f"No such file or folder: {given} (in {Path.cwd()}).")
+def missing_error(pattern: str) -> DataError:
+    return DataError(f"No such file or folder: {pattern} (in {Path.cwd()}).")
 
 
 def read_blocks(source: Source) -> Iterator[bytes]:

@@ -153,9 +153,9 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray
         raise UnknownCharacterError(error.characters, line, column, piece.source.place) from None
 
 
-def split_index(total: int, document_ends: np.ndarray, train_split: float, tolerance: float = SPLIT_TOLERANCE) -> int:
-    """Return the number of training tokens: the document end nearest to `train_split`, or exactly `train_split` if no
-    document ends within `tolerance`, a share of all tokens.
+def split_index(total: int, document_ends: np.ndarray, train_split: float, cuts_documents: bool) -> int:
+    """Return the number of training tokens: the document end nearest to `train_split` or, if it `cuts_documents`,
+    exactly `train_split` if no document ends within SPLIT_TOLERANCE.
 
     Raises DataError if there are too few tokens for two splits.
     """
@@ -165,4 +165,4 @@ def split_index(total: int, document_ends: np.ndarray, train_split: float, toler
     after = int(np.searchsorted(document_ends, target))
     near = [int(end) for end in document_ends[max(after - 1, 0) : after + 1] if 0 < end < total]
     best = min(near, key=lambda end: abs(end - target), default=target)
-    return best if abs(best - target) <= tolerance * total else target
+    return target if cuts_documents and abs(best - target) > SPLIT_TOLERANCE * total else best

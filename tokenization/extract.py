@@ -120,9 +120,9 @@ JSON = (".json", ".jsonl")
 def find_files(settings: Settings) -> list[Source]:
     """Return the files that the inputs name, on this machine and then on the hub. Raises DataError."""
     suffixes = FORMAT_SUFFIXES[settings.format]
-    remote = [given for given in settings.input if given.startswith(HUB)]
-    found: list[Source] = find_sources([given for given in settings.input if given not in remote], suffixes)
-    return found + [source for given in remote for source in find_hub_sources(given, suffixes, settings.max_mb)]
+    remote = [name for name in settings.input if name.startswith(HUB)]
+    found: list[Source] = find_sources([name for name in settings.input if name not in remote], suffixes)
+    return found + [source for name in remote for source in find_hub_sources(name, suffixes, settings.max_mb)]
 
 
 def detect_format(sources: Sequence[Source], text_key: str = Settings.text_key) -> Literal["text", "chat"]:
@@ -163,7 +163,7 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
 
     Raises DataError if no file has text.
     """
-    made = Readable([], [])
+    readable = Readable([], [])
     with IsolatedReader() as isolated, OpeningProgress(len(sources)) as progress:
 
         def read(work: Work, source: Source, is_untrusted: bool) -> list[Source]:
@@ -175,32 +175,32 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
             except OSError as problem:
                 if is_full_disk(problem):
                     raise
-                made.skipped.append((source.name, f"it cannot be read: {problem.strerror or problem}"))
+                readable.skipped.append((source.name, f"it cannot be read: {problem.strerror or problem}"))
                 return []
             except DataError as problem:
                 is_alone = len(sources) == 1 and source.member is None
                 if not isinstance(problem, UnreadableError) and (is_alone or isinstance(source, HubSource)):
                     raise  # fail instead of skipping: there is no other file, or a retry may help
-                made.skipped.append((source.name, str(problem).removeprefix(source.place).strip(" ,:").rstrip(".")))
+                readable.skipped.append((source.name, str(problem).removeprefix(source.place).strip(" ,:").rstrip(".")))
                 return []
 
         for source in sources:
             progress.begin(source.name)
             for file in read(list_files, source, is_untrusted=source.suffix == ".zip"):
                 if missing := find_missing_packages([file]):
-                    made.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
+                    readable.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
                     continue
                 for text in read(convert_to_text, file, is_untrusted=file.suffix in (*KINDS, ".json")):
                     if not text.is_named and (found := find_strongest(text)):
-                        made.skipped.append((text.name, f"{found.description}. To read it, name it with --input"))
+                        readable.skipped.append((text.name, f"{found.description}. To read it, name it with --input"))
                         continue
-                    made.sources.append(text)
+                    readable.sources.append(text)
                     if text.left_out:
-                        made.skipped.append((text.name, text.left_out))
-    if not made.sources:
-        reasons = "; ".join(f"{reason} ({name})" for name, reason in made.skipped[:5])
+                        readable.skipped.append((text.name, text.left_out))
+    if not readable.sources:
+        reasons = "; ".join(f"{reason} ({name})" for name, reason in readable.skipped[:5])
         raise DataError(f"No file has text that can be read: {reasons}.")
-    return made
+    return readable
 
 
 def find_strongest(source: Source) -> Finding | None:
@@ -273,8 +273,8 @@ def convert_to_text(source: Source, settings: Settings) -> list[Source]:
     if suffix in (".csv", ".tsv"):
         source = convert_encoding(source, settings)
     with hub_errors(source.name) if isinstance(source, HubSource) else contextlib.nullcontext():
-        made = write_lines(source, source.note or suffix[1:], settings, read_documents(source, kind, settings))
-    return [check_records(made, settings) if is_chat else made]
+        text_source = write_lines(source, source.note or suffix[1:], settings, read_documents(source, kind, settings))
+    return [check_records(text_source, settings) if is_chat else text_source]
 
 
 def read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iterator[str | Row | BadRecord]:
@@ -311,7 +311,7 @@ def convert_plain(source: Source, settings: Settings) -> Source:
     if not text.strip():
         raise UnreadableError("it has no text")
     check = Examination()
-    made = write_extracted(
+    text_source = write_extracted(
         source,
         source.suffix,
         [check.add(text).encode()],
@@ -319,7 +319,7 @@ def convert_plain(source: Source, settings: Settings) -> Source:
         note,
         check=check,
     )
-    return replace(made, is_converted=source.is_converted)
+    return replace(text_source, is_converted=source.is_converted)
 
 
 def check_records(source: Source, settings: Settings) -> Source:
@@ -377,9 +377,9 @@ def write_extracted(
             seen = {"signs": check.finish() if check else "", "left_out": tally.describe() if tally else ""}
             if any(seen.values()):
                 write_json(beside, seen)
-    made = source_at(path, source.name, note)
+    text_source = source_at(path, source.name, note)
     found = read_json(beside, DataError) if beside.exists() else {}
-    return replace(made, text_bytes=made.size, is_named=source.is_named, **found)
+    return replace(text_source, text_bytes=text_source.size, is_named=source.is_named, **found)
 
 
 def write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
@@ -470,18 +470,18 @@ def is_number(value: str) -> bool:
 def split_document(document: str, settings: Settings) -> Iterator[Row]:
     """Yield the records of a document, several if it is very long; none if it has no text."""
     while document.strip():
-        most = document[:MAX_DOCUMENT_CHARACTERS]
-        part = most if most == document else most[: most.rfind("\n") + 1] or most
+        head = document[:MAX_DOCUMENT_CHARACTERS]
+        part = head if head == document else head[: head.rfind("\n") + 1] or head
         yield {settings.text_key: part}
         document = document[len(part) :]
 
 
 def read_up_to_limit(source: Source) -> Iterator[bytes]:
     """Yield the lines within `max_bytes` of a source, or the whole of a file without lines."""
-    most, count = source.max_bytes if source.suffix in LINE_SUFFIXES else math.inf, 0
+    limit, count = source.max_bytes if source.suffix in LINE_SUFFIXES else math.inf, 0
     for block in read_blocks(source):
-        if count + len(block) > most:
-            yield block[: block.rfind(b"\n", 0, int(most) - count) + 1]
+        if count + len(block) > limit:
+            yield block[: block.rfind(b"\n", 0, int(limit) - count) + 1]
             return
         yield block
         count += len(block)
@@ -507,8 +507,8 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
         encoding = encoding or require_guess(problem.sample)
         check, note = Examination(), f"from {encoding}{note}"
         blocks = reencode(source, encoding, check)
-        made = write_extracted(source, source.suffix, blocks, note, encoding, check=check)
-        return replace(made, is_converted=True)
+        text_source = write_extracted(source, source.suffix, blocks, note, encoding, check=check)
+        return replace(text_source, is_converted=True)
     return replace(source, text_bytes=size, signs=check.finish())
 
 

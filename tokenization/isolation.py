@@ -131,17 +131,17 @@ def serve() -> None:
             with contextlib.suppress(NameError, OSError, ValueError):
                 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
-        made = run_work(work, build_source(source), Settings(**{**settings, "input": tuple(settings["input"])}))
-        out.write(json.dumps(made, default=str).encode() + b"\n")
+        result = run_work(work, build_source(source), Settings(**{**settings, "input": tuple(settings["input"])}))
+        out.write(json.dumps(result, default=str).encode() + b"\n")
         out.flush()
 
 
 def run_work(work: Work, source: Source, settings: Settings) -> dict[str, object]:
     with contextlib.suppress(NameError, OSError, ValueError):
-        most = int(max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        limit = int(max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        return {"sources": [asdict(made) for made in work(source, settings)]}
+        return {"sources": [asdict(text_source) for text_source in work(source, settings)]}
     except DataError as problem:
         return {"reason": str(problem)}
     except MemoryError:

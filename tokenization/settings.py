@@ -1,17 +1,18 @@
-"""The flags of the pre-tokenizer: defaults, ranges, help texts and contradictions."""
+"""The flags of the pre-tokenizer: defaults, ranges, help texts, contradictions, parsing."""
 
 from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.validation import STRICT, NonEmptyText, option, options_of
+from common.flags import Parser, add_debug
+from common.validation import STRICT, NonEmptyText, check, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
 HUB = "hf://"  # prefix of an input on the Hugging Face hub
@@ -112,16 +113,35 @@ class Settings:
 FLAGS = options_of(Settings)
 
 
-def list_without_effect(given: Mapping[str, Any]) -> list[str]:
+def parse_arguments(argv: Sequence[str] | None) -> Settings:
+    """Parse the command line. Raises ConfigError listing unknown flags, invalid values and flags without effect."""
+    parser = Parser(
+        prog="tokenize_local_bpe.py",
+        description="Turn text into a token folder: a binary token file, its tokenizer, and metadata.",
+        epilog="Example: python tokenize_local_bpe.py --input my_text.txt",
+    )
+    parser.add_options(FLAGS)
+    add_debug(parser)
+    problems: list[str] = []
+    flags = parser.read(argv, problems)
+    if "input" not in flags:
+        problems.append("--input is missing. Name the text to tokenize, as in --input my_text.txt")
+    settings = check(Settings, flags, problems, {key: f"--{key}" for key in flags})
+    parser.require_none(problems + list_without_effect(flags))
+    assert settings is not None
+    return settings
+
+
+def list_without_effect(flags: Mapping[str, Any]) -> list[str]:
     """Return a problem for each given flag that has no effect with the others."""
     problems = []
-    if "tokenizer_file" in given or given.get("tokenizer") == "char":
-        reason = "with --tokenizer_file" if "tokenizer_file" in given else "with --tokenizer char"
+    if "tokenizer_file" in flags or flags.get("tokenizer") == "char":
+        reason = "with --tokenizer_file" if "tokenizer_file" in flags else "with --tokenizer char"
         learning = ("vocab_size", "min_frequency", "vocab_sample_mb")
-        problems += [f"--{name} has no effect {reason}; leave it out" for name in learning if name in given]
-    if given.get("format") == "chat":
+        problems += [f"--{name} has no effect {reason}; leave it out" for name in learning if name in flags]
+    if flags.get("format") == "chat":
         text_only = ("text_key", "document_separator", "unknown", "dedup")
-        problems += [f"--{name} applies only with --format text; leave it out" for name in text_only if name in given]
-    if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
+        problems += [f"--{name} applies only with --format text; leave it out" for name in text_only if name in flags]
+    if flags.get("unknown") == "drop" and flags.get("tokenizer") == "char" and "tokenizer_file" not in flags:
         problems.append("--unknown drop has no effect on a vocabulary learned from the text; leave it out")
     return problems

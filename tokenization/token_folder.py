@@ -203,8 +203,8 @@ def in_use_error(folder: Path) -> DataError:
 
 def find_tokens(sha256: str, folder: str | None = None) -> TokenMetadata | None:
     """Return the metadata of tokens with this hash, if they are in `folder` or below DEFAULT_FOLDER; else None."""
-    there = find_metadata(Path(folder)) if folder else []
-    for path in [*there, *sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json"))]:
+    paths = find_metadata(Path(folder)) if folder else []
+    for path in [*paths, *sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json"))]:
         with contextlib.suppress(DataError):
             if (metadata := TokenMetadata.read(path)).tokens_sha256 == sha256:
                 return metadata
@@ -215,14 +215,14 @@ def require_same_files(folder: Path, inputs: Sequence[str], sources: Sequence[So
     """Raise DataError if a folder has tokens of another kind, of other files than `sources` (by name and size; those of
     `inputs`), or without metadata."""
     files = [{"name": source.name, "size": source.size} for source in sources]
-    there = find_metadata(folder)
-    lost = [] if there or holds_unfinished(folder) else sorted(path.name for path in folder.glob("*.bin*"))
+    existing = find_metadata(folder)
+    lost = [] if existing or holds_unfinished(folder) else sorted(path.name for path in folder.glob("*.bin*"))
     if lost:
         raise DataError(
             f"{folder} holds {', '.join(lost)} without metadata. They are kept, because a run may need them. Restore "
             "their *_metadata.json, or choose another --data_dir."
         )
-    for path in there:
+    for path in existing:
         metadata = TokenMetadata.read(path)
         if metadata.tokenizer_type != kind or list(metadata.source_files) != files:
             raise other_tokens_error(metadata, f"not {kind} tokens of the current {', '.join(inputs)}")
@@ -231,11 +231,11 @@ def require_same_files(folder: Path, inputs: Sequence[str], sources: Sequence[So
 def require_same_tokens(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
     """Raise DataError if a folder has other tokens than `metadata` describes (those of `inputs`)."""
     if folder.metadata.exists():
-        there = TokenMetadata.read(folder.metadata)
+        existing = TokenMetadata.read(folder.metadata)
         keys = ("tokens_sha256", "tokenizer_sha256", "train_tokens")
-        if any(getattr(there, key) != getattr(metadata, key) for key in keys):
+        if any(getattr(existing, key) != getattr(metadata, key) for key in keys):
             raise other_tokens_error(
-                there, f"not those of the current {', '.join(inputs)} ({describe_counts(metadata)})"
+                existing, f"not those of the current {', '.join(inputs)} ({describe_counts(metadata)})"
             )
 
 
@@ -266,6 +266,14 @@ def pack(path: Path, packed: Path) -> None:
         gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as file,
     ):
         shutil.copyfileobj(source, file, 1 << 20)
+
+
+def pack_mask(folder: TokenFolder) -> str:
+    """Write the mask of conversations to the work folder. Return its SHA-256."""
+    packed = np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes()
+    with atomic_write(folder.in_work(folder.mask)) as file:
+        file.write(packed)
+    return hashlib.sha256(packed).hexdigest()
 
 
 class TokenWriter:

@@ -26,7 +26,7 @@ from common.files import CHECKPOINT_NAME
 from common.flags import Parser
 from common.script import script
 from common.validation import STRICT, NonEmptyText, option
-from generation.settings import Sampling
+from generation.request import Sampling
 from serving.server import choose_key, find_port
 
 PARALLEL_REQUESTS = 4  # each has the whole context

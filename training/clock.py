@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from common.errors import ConfigError
 from common.output import duration, log
 from training.evaluate import EVALUATION_SPEEDUP, evaluated_windows
 from training.run import Run
@@ -95,6 +96,15 @@ class Clock:
     def training_cpu(self) -> float:
         """CPU seconds of this thread without the pauses."""
         return time.thread_time() - self.paused_cpu
+
+    def require_time(self) -> None:
+        """Raise ConfigError if `minutes` are over before the first step."""
+        run = self.run
+        if run.took_last_step and run.state.step == 0:
+            raise ConfigError(
+                f"--minutes {run.config.minutes:g} ran out before the first step: starting took "
+                f"{duration(run.state.elapsed_seconds)}. Increase --minutes."
+            )
 
     def find_deadline(self, least_seconds: float = 0.0) -> float:
         """Return the time.monotonic() at which `minutes` are over, but at least their share for the summary and

@@ -8,7 +8,7 @@ model forgets what the base has learned (docs/benchmarks/companion.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
 from training.config import MODEL_KEYS, Config, Forecast, parse_config
 from training.data import count_windows
-from training.dial import DIAL_SOURCE, EVALUATING_SHARE, Dial, choose
-from training.growth import find_best_weights, read_choice, shape_keys
+from training.dial import DIAL_SOURCE, EVALUATING_SHARE, Dial
+from training.growth import find_best_weights, recover_choice, shape_keys
 from training.law import MEASURED_ERROR, UNMEASURED_ERROR_FACTOR, expected_loss, useful_passes
 from training.mirror import Mirror
-from training.plan import find_or_tokenize, text_settings
+from training.plan import text_settings
 from training.recipe import LADDER, OWN_PASSES, OWN_START_SHARE, OWN_STEP_TOKENS, OWN_STEPS, read_recipe
 from training.resume import find_previous
 from training.schedule import progress, time_progress
@@ -52,17 +52,23 @@ MAX_TOKEN_RATIO = 1.4  # other English text: up to 1.35; Dutch beside English: o
 MIN_GAIN = 0.02  # bits per byte; less does not justify the time
 
 
-def plan_runs(requested: Config, started: float) -> Iterator[tuple[Config, float]]:
+def plan_runs(
+    requested: Config,
+    started: float,
+    choose: Callable[[Sequence[str] | None, Config, float], Config],
+    tokenize: Callable[[Config, Previous], str | None],
+) -> Iterator[tuple[Config, float]]:
     """Yield the two runs to train, one after the other: a base on `companion`, unless one exists, then `input` from its
     weights. Each comes with the time.perf_counter() at which its minutes begin; `started` is that of the command.
+    `choose` and `tokenize`: the script's own steps, `choose_model` and `tokenize_input`.
 
-    Raises ConfigError for an unsuitable companion, and what the dial and `find_or_tokenize` raise.
+    Raises ConfigError for an unsuitable companion, and what these two and the dial raise.
     """
     require_suitable(requested)
     own = measure_text(requested)
     argv = build_base_argv(requested)
     wanted = parse_config(argv)
-    before = base = find_base(wanted, argv, own)
+    before = base = find_companion_base(wanted, argv, own)
     note_setting_aside(requested)
     if not base.is_enough:
         verb = "Continuing" if base.checkpoint else "Training"
@@ -71,7 +77,7 @@ def plan_runs(requested: Config, started: float) -> Iterator[tuple[Config, float
         yield with_minutes(config, wanted.minutes - own_minutes(own, config), wanted.minutes), started
         if config.dry_run or config.profile:
             return
-        base = find_base(wanted, argv, own)
+        base = find_companion_base(wanted, argv, own)
     minutes = max(requested.minutes - base.seconds / 60, own_minutes(own, base.config))
     print(
         f"\nCompanion  {wanted.run_dir} was trained on {wanted.input} for {duration(base.seconds)} of --minutes "
@@ -82,7 +88,10 @@ def plan_runs(requested: Config, started: float) -> Iterator[tuple[Config, float
             f"Note       {wanted.input} has changed since this base was trained. To train a new one, move or delete "
             f"{wanted.run_dir}"
         )
-    config = choose_own(requested, own, base, minutes)
+    assert base.checkpoint is not None
+    weights = Checkpoint(find_best_weights(base.config, open_mirror(base.config), base.checkpoint))
+    data_dir = tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights))
+    config = choose_own(requested, own, base, minutes, weights, str(data_dir))
     yield with_minutes(config, minutes, requested.minutes), started + base.seconds - before.seconds
 
 
@@ -142,12 +151,12 @@ class Base(NamedTuple):
     is_enough: bool = False  # needs no more training
 
 
-def find_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
+def find_companion_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
     """Find the base, here or in its mirror. Raises ConfigError if its folder holds a run on another text, or if flags
     ask for another model."""
-    kept, forecast = read_choice(wanted, DIAL_SOURCE)
+    kept, forecast = recover_choice(wanted, DIAL_SOURCE)
     config = replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast)
-    previous = find_previous(wanted, open_mirror(wanted), will_train=False)
+    previous = find_previous(wanted, open_mirror(wanted))
     if previous.checkpoint is None or previous.saved is None:
         return Base(config, is_chosen=bool(kept))
     state, then = previous.saved.state, previous.saved.config
@@ -194,7 +203,7 @@ def has_changed(base: Base) -> bool:
 
 def note_setting_aside(requested: Config) -> None:
     """Print a note if the folder holds a run that had no companion, or another one."""
-    saved = find_previous(requested, open_mirror(requested), will_train=False).saved
+    saved = find_previous(requested, open_mirror(requested)).saved
     if saved is not None and resolve_path(saved.config.get("companion")) != resolve_path(requested.companion):
         print(
             f"Note       {requested.run_dir} holds a run with {saved.config.get('companion') or 'no companion'}. It is "
@@ -280,18 +289,18 @@ def print_own_forecast(own: TextStats, expected: OwnForecast) -> None:
         )
 
 
-def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) -> Config:
-    """Choose the settings of the run that starts from the base, or return those of the existing run.
+def choose_own(
+    requested: Config, own: TextStats, base: Base, minutes: float, weights: Checkpoint, data_dir: str
+) -> Config:
+    """Choose the settings of the run that starts from the base's `weights`, or return those of the existing run.
+    `data_dir`: the tokens of the own text.
 
     An existing run is set aside if its text has changed, or if more minutes were given and the base has used them.
     """
-    assert base.checkpoint is not None
     argv = build_argv(requested)
-    weights = Checkpoint(find_best_weights(base.config, open_mirror(base.config), base.checkpoint))
-    folder = str(find_or_tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights)))
-    (now,) = map(TokenMetadata.read, find_metadata(Path(folder)))
-    previous = find_previous(requested, open_mirror(requested), will_train=False)
-    saved, (kept, forecast) = previous.saved, read_choice(requested, DIAL_SOURCE)
+    (now,) = map(TokenMetadata.read, find_metadata(Path(data_dir)))
+    previous = find_previous(requested, open_mirror(requested))
+    saved, (kept, forecast) = previous.saved, recover_choice(requested, DIAL_SOURCE)
     is_same_base = saved is None or saved.state.initialized_from == weights.weights_sha256()
     is_same_text = saved is None or saved.data["tokens_sha256"] == now.tokens_sha256
     if "init_from" in kept and is_same_text and (is_same_base or base.seconds > 60 * requested.minutes):
@@ -302,7 +311,7 @@ def choose_own(requested: Config, own: TextStats, base: Base, minutes: float) ->
             )
         return replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast)
 
-    text = measure_tokens(replace(requested, data_dir=folder))._replace(name=str(requested.input))
+    text = measure_tokens(replace(requested, data_dir=data_dir))._replace(name=str(requested.input))
     step_tokens = min(OWN_STEP_TOKENS, OWN_PASSES * text.train_tokens / OWN_STEPS)
     keys: dict[str, Any] = shape_keys(base.config) | {
         "init_from": str(weights.path),

@@ -19,6 +19,7 @@ from common.errors import is_out_of_memory
 from common.output import log
 from common.script import world
 from model import TransformerLanguageModel
+from training.captured import capture_step
 from training.config import AUTOMATIC_SOURCES, HALVED
 from training.hardware import Hardware
 from training.memory import (
@@ -30,7 +31,6 @@ from training.memory import (
     smallest_rows,
 )
 from training.parallel import any_process, data_parallel, is_collective_error, no_sync
-from training.recorded import record_step
 from training.run import Run
 
 T = TypeVar("T")
@@ -53,16 +53,16 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
 
 
 def prepare(run: Run) -> None:
-    """Compile the model for the run's micro-batches and record its steps, unless that was done."""
+    """Compile the model for the run's micro-batches and capture its steps, unless that was done."""
     if run.compiled_rows != run.rows_at_once:
         compile_run(run)
-        run.recorded = record_step(run)
+        run.captured = capture_step(run)
 
 
 def halve_rows(run: Run) -> None:
     """Halve the micro-batch after running out of memory, and free the memory of failed steps."""
     rows, except_dropout = run.rows_at_once, EXCEPT_DROPOUT if run.config.dropout else ""
-    run.recorded = None
+    run.captured = None
     run.optimizer.zero_grad(set_to_none=True)
     if run.hardware.compiles:
         torch.compiler.reset()  # PyTorch limits how often it compiles for another shape

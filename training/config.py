@@ -19,7 +19,7 @@ from common.files import name_input, read_json
 from common.flags import Parser, add_debug
 from common.script import world
 from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of, suggest
-from generation.settings import FLAGS as GENERATION_FLAGS
+from generation.request import FLAGS as GENERATION_FLAGS
 from model_config import ModelConfig, Size, setting
 from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
 from tokenization.settings import HUB
@@ -212,7 +212,7 @@ class Config(ModelConfig, DataKeys):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "hardware", "arithmetic; weights stay fp32")
     compile: Literal["auto", "on", "off"] = option("auto", "hardware", "torch.compile", switch=("on", "off"))
     graphs: Literal["auto", "off"] = option(
-        "auto", "hardware", "auto: record steps as CUDA graphs where memory suffices, so that the GPU need not wait"
+        "auto", "hardware", "auto: capture steps as CUDA graphs where memory suffices, so that the GPU need not wait"
     )
     threads: int | None = option(
         None, "hardware", "threads of a CPU [one a core, or fewer if --minutes alone finds that faster]", ge=1, le=1024
@@ -289,15 +289,15 @@ class Config(ModelConfig, DataKeys):
         def where(key: str) -> str:
             return self.sources.get(key, "default")
 
-        named = [key for key in ("bin_file", "tokenizer_file", "metadata_file") if getattr(self, key)]
-        if named and len(named) < 3:
+        named_files = [key for key in ("bin_file", "tokenizer_file", "metadata_file") if getattr(self, key)]
+        if named_files and len(named_files) < 3:
             missing = " and ".join(
-                f"--{key}" for key in ("bin_file", "tokenizer_file", "metadata_file") if key not in named
+                f"--{key}" for key in ("bin_file", "tokenizer_file", "metadata_file") if key not in named_files
             )
-            problems.append(f"--{named[0]} needs {missing} beside it (or use --data_dir FOLDER for all three)")
-        if named and self.data_dir:
+            problems.append(f"--{named_files[0]} needs {missing} beside it (or use --data_dir FOLDER for all three)")
+        if named_files and self.data_dir:
             problems.append("--data_dir and --bin_file both name the tokens; give one of them")
-        if named and self.input:
+        if named_files and self.input:
             problems.append("--input and --bin_file both name the data; give one of them")
         if not self.input:
             problems += [
@@ -305,6 +305,11 @@ class Config(ModelConfig, DataKeys):
                 for key in ("tokenizer", "vocab_size", "text_key")
                 if self.is_explicit(key)
             ]
+        if self.needs_dial and not self.minutes:
+            problems.append(
+                f"--input {self.input} alone does not say how long to train. Add --minutes 60, and the model, its "
+                "vocabulary and the epochs are chosen for this text and this machine. Or name a --config"
+            )
         if self.companion and not (self.input and self.minutes):
             problems.append("--companion also needs --input (your text) and --minutes (the time for both)")
         if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
@@ -478,10 +483,10 @@ def find_config(name: str) -> Path:
         for candidate in names:
             if (folder / candidate).is_file():
                 return folder / candidate
-    there = sorted({path.name for folder in folders[1:] for path in folder.glob("*.json")})
+    available = sorted({path.name for folder in folders[1:] for path in folder.glob("*.json")})
     raise ConfigError(
-        f"No config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, there)} Available: "
-        f"{', '.join(there)}."
+        f"No config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, available)} Available: "
+        f"{', '.join(available)}."
     )
 
 

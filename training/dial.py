@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,10 +22,11 @@ from common.errors import ConfigError, MemoryExhausted
 from common.output import byte_size, duration, log, plural
 from common.script import world
 from tokenization.held_out import MAX_SHARE_FACTOR
+from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
 from training.data import MAX_GPU_TOKENS_SHARE
-from training.growth import REWARM_PEAK, WARMUP_SHARE, Growth, find_growth, read_choice
+from training.growth import REWARM_PEAK, WARMUP_SHARE, Growth, recover_choice
 from training.hardware import (
     CPU_COMPILE_SAVING,
     CPU_DROPOUT_SLOWDOWN,
@@ -77,23 +79,19 @@ MAX_KNOWN_DIFFICULTY_ERROR = 0.3  # bits per letter; no text that differs more f
 MIN_STEPS = 50  # a model with fewer steps has hardly begun to learn
 
 
-def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
-    """Choose the configuration for `requested`, which names a text and no model. Flags win, and an existing run keeps
-    its choice. `started`: the time.perf_counter() at which the minutes began.
+def recover_config(argv: Sequence[str] | None, requested: Config) -> Config | None:
+    """Return the configuration that an earlier session chose for this run; None if there is none."""
+    kept, forecast = recover_choice(requested, DIAL_SOURCE)
+    return replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast) if kept else None
 
-    Raises ConfigError without minutes, MemoryExhausted if no model fits, DataError if the text cannot be read or is too
+
+def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
+    """Choose the configuration for `requested`, which names a text and no model. Flags win. `started`: the
+    time.perf_counter() at which the minutes began.
+
+    Raises ConfigError under torchrun, MemoryExhausted if no model fits, DataError if the text cannot be read or is too
     short.
     """
-    if not requested.minutes:
-        raise ConfigError(
-            f"--input {requested.input} alone does not say how long to train. Add --minutes 60, and the model, its "
-            "vocabulary and the epochs are chosen for this text and this machine. Or name a --config."
-        )
-    kept, forecast = read_choice(requested, DIAL_SOURCE)
-    if kept:
-        config = replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast)
-        growth = find_growth(config)
-        return config if growth is None else choose_continuation(argv, config, growth, started)
     if world().size > 1:
         raise ConfigError(
             "--input and --minutes alone choose the model in a single process only. Run this command once without "
@@ -102,12 +100,17 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Con
     return Dial(argv, measure_text(requested), requested, started=started).choose_config()
 
 
-def choose_continuation(argv: Sequence[str] | None, config: Config, growth: Growth, started: float) -> Config:
-    """Choose length, step size and learning rates of a run that continues from the weights of `config` on the text as
-    it is now. Shape and vocabulary stay."""
-    print(growth.describe())
+def choose_continuation(
+    argv: Sequence[str] | None, config: Config, growth: Growth, data_dir: str, started: float
+) -> Config:
+    """Choose length, step size and learning rates of a run that continues from the weights of `config` on the tokens in
+    `data_dir`, the text as it is now. Shape and vocabulary stay. Return `config` if only files' dates have changed."""
+    (now,) = map(TokenMetadata.read, find_metadata(Path(data_dir)))
+    if now.tokens_sha256 == growth.tokens_sha256:
+        return config
+    print(growth.describe(now))
     keys = growth.build_settings(config)
-    text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
+    text = measure_tokens(replace(config, data_dir=data_dir))._replace(name=str(config.input))
     dial = Dial(argv, text, parse_config(argv, keys, DIAL_SOURCE), keys=read_recipe() | keys, started=started)
     dial.tokens_seen = growth.tokens_trained
     return dial.choose_config()
@@ -258,7 +261,9 @@ class Dial:
         """Return whether a candidate would be better than the choice if it ran MAX_EFFICIENCY_GAIN times as fast as
         forecast."""
         minutes, time_factor = self.requested.minutes, 1 / MAX_EFFICIENCY_GAIN
-        plans = (self.plan_run(candidate, minutes, each, time_factor) for each in self.compile_options(candidate))
+        plans = (
+            self.plan_run(candidate, minutes, compiles, time_factor) for compiles in self.compile_options(candidate)
+        )
         return any(plan.loss < choice.loss for plan in plans)
 
     def take_other_vocabulary(self, choice: Choice) -> bool:
@@ -353,7 +358,7 @@ class Dial:
             steps = StepTimes(*map(float, values)).scaled(max(1, candidate.flops / sizes[-1]))
             found.append((steps._replace(per_token=steps.per_token * min(1, candidate.flops / sizes[0])), threads))
         handicap = {threads: FEWER_THREADS_SPEEDUP if threads < DEFAULT_THREADS else 1.0 for threads in self.step_times}
-        steps, threads = min(found, key=lambda each: each[0].per_token * handicap[each[1]])
+        steps, threads = min(found, key=lambda entry: entry[0].per_token * handicap[entry[1]])
         if compiles and candidate.hardware.is_cuda:
             ratio = self.compiled_share(candidate) * GPU_COMPILED_PASS_RATIO
             return steps._replace(min_pass=ratio * steps.min_pass, per_token=ratio * steps.per_token), threads
@@ -371,7 +376,9 @@ class Dial:
             for candidate in self.candidates
             for compiles in self.compile_options(candidate)
         ]
-        return min(choices, key=lambda one: (max(0, MIN_STEPS - one.steps), round(one.loss, 4), one.seconds))
+        return min(
+            choices, key=lambda choice: (max(0, MIN_STEPS - choice.steps), round(choice.loss, 4), choice.seconds)
+        )
 
     def compile_options(self, candidate: Candidate) -> list[bool]:
         """Return whether to consider training uncompiled, compiled or both. On a GPU the better one is chosen."""

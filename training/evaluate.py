@@ -32,7 +32,8 @@ from training.data import TokenData
 from training.memory import attempt, with_fewer_rows
 from training.parallel import on_rank_0
 from training.run import Prompt, Run
-from training.step import Batch, pad_rows
+from training.state import Start
+from training.step import Batch, diverged, pad_rows
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
 NUM_SAMPLES = 3
@@ -83,10 +84,10 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
         counted: int | torch.Tensor = 0
         for round_begins in range(0, windows, rows * world().size):
             first = round_begins + rows * world().rank
-            here = max(0, min(rows, windows - first))
+            windows_here = max(0, min(rows, windows - first))
             # All processes must take equally many batches: one without windows computes one that does not count.
-            batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
-            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
+            batch = data.validation_batch(min(first, windows - 1), max(1, windows_here), windows)
+            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and windows_here else windows_here
             with run.hardware.autocast():
                 total += batch_loss(run, pad_rows(batch, rows)).to(exact).double() * count
             counted += count
@@ -104,8 +105,8 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
     """Return the mean loss of a batch, (). The model has to be in `eval` mode, without gradients."""
-    if run.recorded is not None and run.config.eval_interval and run.recorded.rows == len(batch[0]):
-        loss: torch.Tensor = run.recorded.evaluate(batch)
+    if run.captured is not None and run.config.eval_interval and run.captured.rows == len(batch[0]):
+        loss: torch.Tensor = run.captured.evaluate(batch)
         return loss
     return run.step_model(*batch)
 
@@ -155,6 +156,50 @@ def write_samples(run: Run, deadline: float) -> list[Answer]:
     begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
     texts = continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS), deadline)
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
+
+
+def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
+    """Record an evaluation in the state. Return whether these weights are the best so far.
+
+    Raises ConfigError if the training diverged, because more steps would only waste time.
+    """
+    state, loss = run.state, evaluation.val_loss
+    if not math.isfinite(loss):
+        raise diverged(run, "the validation loss is not finite")
+    state.elapsed_seconds, state.evaluated_step = elapsed_seconds, state.step
+    is_lower = state.lowest_val_loss is None or loss < state.lowest_val_loss
+    state.worse = 0 if is_lower else state.worse + 1
+    if is_lower:
+        state.lowest_val_loss = loss
+    is_best = state.best_val_loss is None or loss < state.best_val_loss
+    if is_best:
+        state.best_val_loss, state.best_step, state.best_windows = loss, state.step, evaluation.windows
+    return is_best
+
+
+def evaluate_before_steps(run: Run) -> None:
+    """Evaluate the weights that a new run starts from. Evaluate the best weights again, if the validation windows have
+    changed."""
+    state, windows = run.state, evaluated_windows(run.data, run.config)
+    if not run.config.eval_interval:
+        return
+    if state.initialized_from and state.step == 0 and state.start is None:
+        result = evaluate(run)
+        if not math.isfinite(result.val_loss):
+            raise diverged(run, "the validation loss of the initial weights is not finite")
+        prompts = [answer.prompt.text for answer in result.answers]
+        state.start = Start(result.val_loss, prompts, [answer.text for answer in result.answers])
+    if state.best_val_loss is not None and state.best_windows != windows:
+        before = "others" if state.best_windows is None else f"{state.best_windows:,}"
+        log.info(
+            f"Evaluating the best weights (step {state.best_step:,}, {state.best_val_loss:.4f}) again, because the "
+            f"validation windows have changed from {before} to {windows:,} ..."
+        )
+        with run.best_weights():
+            loss = validation_loss(run)
+        state.best_val_loss = state.lowest_val_loss = loss
+        state.best_windows = windows
+        log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
 
 def apply_chat_template(text: str, data: TokenData) -> str | list[int]:
@@ -215,9 +260,10 @@ def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
         try:
             data.tokenizer.encode(prompt.text)
         except UnknownCharacterError as problem:
-            named = ", ".join(map(repr, problem.characters))
+            characters = ", ".join(map(repr, problem.characters))
             raise DataError(
-                f"--eval_prompts: the tokenizer does not know these characters in the prompt {prompt.text!r}: {named}."
+                f"--eval_prompts: the tokenizer does not know these characters in the prompt {prompt.text!r}: "
+                f"{characters}."
             ) from None
 
 

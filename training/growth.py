@@ -7,7 +7,7 @@ new, so that the model does not forget it (Ibrahim et al. 2024, https://arxiv.or
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from generation.passages import find_training_tokens
 from tokenization.metadata import TokenMetadata, find_metadata
 from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
 from training.mirror import Mirror
-from training.plan import find_or_tokenize, text_settings
+from training.plan import text_settings
 from training.records import CONFIG
 from training.resume import find_previous
-from training.state import Previous
 from training.store import Store, finish_setting_aside, new_run_path
 from training.text import describe_changes
 
@@ -34,26 +33,26 @@ MAX_VOCABULARY_RATIO = 1.5  # tokens per byte of the new text relative to the ol
 
 @dataclass(frozen=True)
 class Growth:
-    """The weights to continue from, and their text before and now."""
+    """A run whose text has changed: the weights to continue from, and their text."""
 
     weights: Path
     tokens_trained: int  # tokens the weights were trained on
+    tokens_sha256: str
     then: TokenMetadata | None  # None if the tokens are gone
-    now: TokenMetadata
 
     def build_settings(self, config: Config) -> dict[str, Any]:
         """Return the settings of the new run that do not depend on its length."""
         return shape_keys(config) | {"init_from": str(self.weights), "resume": "never"}
 
-    def describe(self) -> str:
+    def describe(self, now: TokenMetadata) -> str:
         """Describe where the new run starts, which files have changed, and whether the vocabulary fits them."""
         start = f"Continuing from {self.weights}, because the text has changed; the old run will be renamed"
         if self.then is None:
             return f"{start}\nFiles      unknown, because the tokens of the old text are gone"
-        lines = [start, f"Files      {describe_changes(self.then, self.now)}"]
-        grown = self.now.text_bytes - self.then.text_bytes
+        lines = [start, f"Files      {describe_changes(self.then, now)}"]
+        grown = now.text_bytes - self.then.text_bytes
         if grown > 0 and self.then.text_bytes:
-            worse = (self.now.total_tokens - self.then.total_tokens) / grown
+            worse = (now.total_tokens - self.then.total_tokens) / grown
             worse *= self.then.text_bytes / self.then.total_tokens
             if worse > MAX_VOCABULARY_RATIO:
                 lines.append(
@@ -64,26 +63,22 @@ class Growth:
 
 
 def find_growth(config: Config) -> Growth | None:
-    """Find a run whose text has changed, and tokenize the text as it is now. None if there is no run, or its text is
-    the same. Also None for another `input` or under torchrun, which the caller refuses.
+    """Find a run whose files have changed. None if there is no run, or its tokens are those of the files as they are
+    now. Also None for another `input` or under torchrun, which the caller refuses.
 
-    Raises what `find_previous` and `find_or_tokenize` raise.
+    Raises what `find_previous` raises.
     """
     if not config.input or config.resume == "never" or world().size > 1:
         return None
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
-    previous = find_previous(config, mirror, will_train=False)
+    previous = find_previous(config, mirror)
     if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
         return None
     sha256 = str(previous.saved.data.get("tokens_sha256"))
     if read_tokens_sha256(text_settings(config, previous).output_dir) == sha256:
         return None
     weights = find_best_weights(config, mirror, previous.checkpoint)
-    folder = find_or_tokenize(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
-    (now,) = map(TokenMetadata.read, find_metadata(Path(str(folder))))
-    if now.tokens_sha256 == sha256:  # only the files' dates have changed
-        return None
-    return Growth(weights, previous.saved.state.tokens, find_training_tokens(previous.checkpoint), now)
+    return Growth(weights, previous.saved.state.tokens, sha256, find_training_tokens(previous.checkpoint))
 
 
 def shape_keys(config: Config) -> dict[str, Any]:
@@ -98,8 +93,9 @@ def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint)
     return next((path for path in best if path.exists() and not find_problems(path)), newest.path)
 
 
-def read_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
-    """Read the settings that `source` (the dial) chose for an existing run, here or in its mirror, and its forecast.
+def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
+    """Finish what a killed session began, and read the settings that `source` (the dial) chose for an existing run,
+    here or in its mirror, and its forecast.
 
     Returns ({}, None) if there is none, or if nothing was trained with it and the minutes have changed.
     """

@@ -149,7 +149,7 @@ def freeze_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def detect_hardware(
+def configure_device(
     config: Config, shape: ModelConfig, was_compiled: bool | None = None, steps: int | None = None
 ) -> Hardware:
     """Choose device, precision and compilation for a model of this shape, and set up this process: fp32 precision and

@@ -1,5 +1,4 @@
-"""--dry_run tests a run before it costs anything, and forecasts its time, memory and disk space. --profile lists the
-longest operations of a step."""
+"""--dry_run forecasts the time, memory and disk space of a run. --profile lists the longest operations of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -24,24 +22,16 @@ from common.output import byte_size, duration, si
 from common.script import is_rank_0, world
 from training.clock import Clock
 from training.compilation import retry_smaller
-from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
-from training.fit import take_steps
 from training.hardware import Hardware
-from training.memory import count_held_bytes, estimate_memory, memory_advice
+from training.memory import count_held_bytes, estimate_memory
 from training.mirror import MAX_COPIES, Mirror
-from training.parallel import max_over_ranks, process_group
-from training.plan import make_run
+from training.parallel import max_over_ranks
 from training.records import read_metrics
-from training.resume import start_or_resume
 from training.run import Run
-from training.saver import Saver
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
-from training.state import Previous
-from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
-from training.stop import Stop, signals_interrupt
+from training.step import accumulate, forward_backward, read_batch, train_step, update
 from training.store import Store, dry_run_path
-from training.summary import finished_message
 
 DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -50,71 +40,28 @@ MAX_TIMED_STEPS = 50
 PROFILED_STEPS, LISTED_OPERATIONS = 3, 15
 
 
-def inspect(config: Config, started: float) -> int:
-    """Dry-run or profile the run of `config`. `started`: the time.perf_counter() at which the command began. Return the
-    exit code."""
-    with process_group(config), signals_interrupt():
-        run, previous = make_run(config)
-        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            if config.profile:
-                profile(run)
-            else:
-                dry_run(run, previous, started)
-    return 0
-
-
-def dry_run(run: Run, previous: Previous, started: float) -> None:
-    """Print what the run needs, take its next two steps and save in a temporary folder, and print a forecast. Writes no
-    run. Raises what would prevent the run."""
-    mirror = run.mirror
-    with temporary_run(run.dir) as folder:
-        run.dir, run.mirror = folder, None
-        start_or_resume(run, previous)
-        run.config = replace(run.config, log_interval=1, tracker=None)
-        first = run.state.step
-        if run.took_last_step:
-            print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
-            return
-        print_needs(run, mirror)
-        clock = Clock(run, started)
-        stop = Stop()
-        with Saver(run, clock, stop) as saver:
-            take_steps(run, clock, stop, saver, max_steps=first + DRY_RUN_STEPS)
-            if run.state.step == first:
-                raise ConfigError(f"No step can be taken: {clock.limit_reached}")
-            seconds = time_step(run, clock)
-            saver.checkpoint_due, saver.logged_at = True, math.inf  # do not print the temporary folder
-            saver.save()
-        if is_rank_0():
-            if problems := find_problems(saver.store.steps()[0]):
-                raise CheckpointError(f"A checkpoint written to {folder} is damaged: {'; '.join(problems)}.")
-            if first == 0 and run.state.initialized_from is None:
-                check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
-    evaluating = time_evaluation(run)
-    if is_rank_0():
-        print_forecast(run, clock, run.last_step - first, seconds, evaluating)
-    print("Dry run: no run was written. Leave --dry_run out to train.")
-
-
 @contextlib.contextmanager
-def temporary_run(run_dir: Path) -> Iterator[Path]:
-    """Return a context with an empty run folder, which is deleted at its end. If the process is killed before, the next
+def temporary_folder(run: Run) -> Iterator[None]:
+    """Give the run an empty folder inside, which is deleted at the end. If the process is killed before, the next
     session of the run deletes it."""
-    path = dry_run_path(run_dir)
+    run.dir = dry_run_path(run.dir)
     if not is_rank_0():
-        yield path
+        yield
         return
-    with Store(path).locked():
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
+    with Store(run.dir).locked():
+        shutil.rmtree(run.dir, ignore_errors=True)
+        run.dir.mkdir()
         try:
-            yield path
+            yield
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(run.dir, ignore_errors=True)
 
 
-def time_step(run: Run, clock: Clock) -> float:
-    """Return the mean seconds of the steps taken, or of some more if these were short."""
+def time_step(run: Run, clock: Clock, first_step: int) -> float:
+    """Return the mean seconds of the steps since `first_step`, or of some more if these were short. Raises ConfigError
+    if none was taken."""
+    if run.state.step == first_step:
+        raise ConfigError(f"No step can be taken: {clock.limit_reached}")
     seconds = clock.step_seconds or MIN_TIMED_SECONDS
     more = min(MAX_TIMED_STEPS, int(max_over_ranks(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
     if not more:
@@ -132,7 +79,7 @@ def print_needs(run: Run, mirror: Mirror | None) -> None:
     """Print the steps, memory and disk space that the run needs. Raises CheckpointError if the mirror cannot be
     used."""
     config, hardware = run.config, run.hardware
-    left, tokens = run.last_step - run.state.step, run.tokens_per_step
+    left, tokens = run.total_steps - run.state.step, run.tokens_per_step
     estimate = estimate_memory(config, run.model, hardware, run.rows_at_once) + count_held_bytes(run.data, hardware)
     total = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {world().size} processes" if world().size > 1 else ""
@@ -155,9 +102,11 @@ def print_needs(run: Run, mirror: Mirror | None) -> None:
         )
 
 
-def print_forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: float) -> None:
-    """Print the speed of the run, and the time for `steps`. `seconds`: per step; `evaluating`: per evaluation."""
+def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> None:
+    """Print the speed of the run, and the time for the steps from `first_step` on. `seconds`: per step."""
     config, hardware, saving = run.config, run.hardware, clock.write_seconds or 0.0
+    evaluating = time_evaluation(run)
+    steps = run.total_steps - first_step
     if config.minutes:
         steps = steps_in_time(run, seconds, evaluating, saving)
     evaluations = math.ceil(steps / config.eval_interval) if config.eval_interval else 0
@@ -177,6 +126,7 @@ def print_forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluatin
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
         print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in these steps")
+    print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
 def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
@@ -186,7 +136,7 @@ def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) ->
     ending = replace(run.state, ending_seconds=seconds + evaluating + 2 * saving)
     step_seconds = seconds + (evaluating / config.eval_interval if config.eval_interval else 0.0)
     steps = steps_left(ending, run.data.windows, config, step_seconds)
-    remaining_steps = run.last_step - run.state.step
+    remaining_steps = run.total_steps - run.state.step
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
         fits = "Warning: too few for a step. Increase --minutes"
@@ -226,6 +176,18 @@ def require_usable_mirror(mirror: Mirror) -> None:
             f"A file in --checkpoint_dir {mirror.root} could not be written and read back "
             f"({problem.strerror or problem}). Fix that, or choose another folder."
         ) from None
+
+
+def check_results(run: Run, first_step: int) -> None:
+    """Verify the checkpoint of a dry run, and print the first loss of a new run. Raises CheckpointError if the
+    checkpoint is damaged."""
+    if not is_rank_0():
+        return
+    newest = Store(run.dir).steps()[0]
+    if problems := find_problems(newest):
+        raise CheckpointError(f"A checkpoint written to {run.dir} is damaged: {'; '.join(problems)}.")
+    if first_step == 0 and run.state.initialized_from is None:
+        check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
 
 
 def check_first_loss(run: Run, loss: float) -> None:
@@ -269,7 +231,7 @@ def seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
 def profile(run: Run) -> None:
     """Profile real steps, print the longest operations and what takes most of a step. Writes no run."""
     hardware, parts = run.hardware, dict.fromkeys(("reading data", "the model", "the update"), 0.0)
-    apply_update(run, retry_smaller(run, forward_backward))  # warm-up
+    update(run, retry_smaller(run, forward_backward), run.learning_rate)  # warm-up
     with torch.profiler.profile() as trace:
         for _ in range(PROFILED_STEPS):
             times = [time.perf_counter()]
@@ -279,14 +241,14 @@ def profile(run: Run) -> None:
             loss = accumulate(run, batch)
             hardware.synchronize()
             times.append(time.perf_counter())
-            apply_update(run, loss)
+            update(run, loss, run.learning_rate)
             hardware.synchronize()
             times.append(time.perf_counter())
             run.advance()
             for part, (began, ended) in zip(parts, itertools.pairwise(times), strict=True):
                 parts[part] += ended - began
-    own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
-    print(trace.key_averages().table(sort_by=own, row_limit=LISTED_OPERATIONS, max_name_column_width=40))
+    column = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
+    print(trace.key_averages().table(sort_by=column, row_limit=LISTED_OPERATIONS, max_name_column_width=40))
     total, largest = sum(parts.values()), max(parts, key=lambda part: parts[part])
     print(
         f"Profile    {largest} takes {parts[largest] / total:.0%} of a step of {total / PROFILED_STEPS:.4f} s (longer "

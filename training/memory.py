@@ -109,8 +109,8 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
     """
     several = rows < config.sequences_per_process  # gradients of earlier micro-batches exist
     state, update = 4 * model.num_parameters(), 0
-    for rule, named in group_by_rule(model, config).items():
-        count = sum(parameter.numel() for parameter in named.values())
+    for rule, parameters in group_by_rule(model, config).items():
+        count = sum(parameter.numel() for parameter in parameters.values())
         state += RULES[rule].state_bytes * count
         update += RULES[rule].update_bytes * count  # the activations are freed by then
     gradients = 4 * model.num_parameters(trained_only=True)
@@ -204,8 +204,8 @@ def measure_others_memory(hardware: Hardware) -> int | None:
     if hardware.is_cuda:
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
-    total_bytes, available, ours = total_ram(), available_ram(), hardware.peak_memory()
-    return None if not (total_bytes and available and ours) else total_bytes - available - ours
+    total_bytes, available, used = total_ram(), available_ram(), hardware.peak_memory()
+    return None if not (total_bytes and available and used) else total_bytes - available - used
 
 
 @contextlib.contextmanager

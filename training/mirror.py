@@ -276,8 +276,10 @@ class Mirror:
             raise CheckpointError(f"{self.dir / RUN_MARKER} is missing. If the disk was unmounted, mount it again")
         self.root.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
         self.dir.mkdir(exist_ok=True)
-        named, run_id = self.store.marker().get("run_id"), self.store.run_id
-        if named is None or (named != run_id and not self.store.steps()):  # a kill may have come before the first copy
+        marked_id, run_id = self.store.marker().get("run_id"), self.store.run_id
+        if marked_id is None or (
+            marked_id != run_id and not self.store.steps()
+        ):  # a kill may have come before the first copy
             write_json(self.dir / RUN_MARKER, {"run_id": run_id, "output_dir": str(self.source.dir)})
         self.store.require_marker()
 

@@ -141,7 +141,7 @@ def update_muon(
     for parts, orthogonal, scale, group in orthogonalize_batches(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
         rate = group["lr"] * scale
-        if isinstance(rate, torch.Tensor):  # while recording; alpha has to be a number
+        if isinstance(rate, torch.Tensor):  # while capturing; alpha has to be a number
             torch._foreach_add_(parts, list(orthogonal.float() * (-rate * keep)))
         else:
             torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-rate)
@@ -257,12 +257,12 @@ RULES = {  # keys: the choices of `optimizer` in training/config.py
 def group_by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
     """Group the trained parameters: rule -> name -> parameter. AdamW updates those that the rule of `config.optimizer`
     does not take."""
-    named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
+    groups: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             takes = RULES[config.optimizer].takes(name, parameter)
-            named[config.optimizer if takes else "adamw"][name] = parameter
-    return named
+            groups[config.optimizer if takes else "adamw"][name] = parameter
+    return groups
 
 
 def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -279,9 +279,9 @@ def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimize
     Beside Muon, AdamW's matrices (the embeddings and the head) have no decay.
     """
     groups: list[Group] = []
-    for rule, named in group_by_rule(model, config).items():
+    for rule, tensors in group_by_rule(model, config).items():
         alike = defaultdict(list)
-        for name, parameter in named.items():
+        for name, parameter in tensors.items():
             rows = stacked_rows(name, model.config) if RULES[rule].splits_stacked else ()
             alike[parameter.dim() >= 2, len(rows), rows].append((name, parameter))
         for is_matrix, _, rows in sorted(alike, reverse=True):
@@ -302,7 +302,7 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float | torch.Tensor, config
         group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
 
 
-def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
+def update_parameters(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
     """Clip the gradients to a global L2 norm of `grad_clip` (0: no clipping) and take the optimizer's step, unless
     `skip` () is 1.0. The device decides, so the host does not wait."""
     fused = all(group["fused"] for group in optimizer.param_groups)

@@ -53,9 +53,9 @@ def choose_context(shape: Shape, tokens: float, held_out: float = math.inf) -> i
 
 def choose_sequences(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
     """Return the sequences per step for a run of `tokens`: a power of two with at least `busy` tokens."""
-    wanted = max(busy, STEP_TOKENS * math.sqrt(tokens / RUN_TOKENS)) / max_seq_len
-    most = tokens / (MIN_STEPS_PER_RUN * max_seq_len)
-    return 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
+    target = max(busy, STEP_TOKENS * math.sqrt(tokens / RUN_TOKENS)) / max_seq_len
+    limit = tokens / (MIN_STEPS_PER_RUN * max_seq_len)
+    return 2 ** max(0, min(round(math.log2(target)), math.floor(math.log2(limit))))
 
 
 def choose_settings(embed_dim: int, step_tokens: float, passes: float) -> dict[str, Any]:

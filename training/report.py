@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.errors import INTERRUPTED
 from common.output import LOG_INTERVAL_SECONDS, duration, is_interactive, log, progress_bar, si
 from common.script import is_rank_0
 from training.clock import Clock
@@ -30,7 +31,6 @@ from training.records import (
     render_samples,
 )
 from training.run import Run
-from training.step import StepResult
 from training.tracker import Tracker
 
 ANNOUNCED_EVALUATION_SECONDS = 20.0  # longer evaluations are announced
@@ -64,7 +64,7 @@ class Report:
         self.reported_skips = run.state.skipped_updates
         self.first = self.last = self.now()  # at the start of the session, and at the last report
         self.bar = progress_bar(
-            total=run.last_step,
+            total=run.total_steps,
             initial=run.state.step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
@@ -96,8 +96,9 @@ class Report:
         is_known = self.run.hardware.device.type == "cpu" and seconds
         return (self.last.cpu - self.first.cpu) / seconds if is_known else 1.0
 
-    def add_step(self, result: StepResult) -> None:
-        """Report the last step if a report is due. Only then does the host wait for the device."""
+    def add_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
+        """Report the last step if a report is due. Only then does the host wait for the device. `loss`: mean over the
+        whole effective batch, (); `grad_norm`: before clipping, (); `lr`: AdamW's."""
         run, interval = self.run, self.run.config.log_interval
         self.bar.update()
         is_due = run.due(interval)
@@ -106,7 +107,7 @@ class Report:
             run.hardware.synchronize()
             log.info(f"First step {self.clock.session_seconds:.1f} s after the start")
         if is_due:
-            row = self.measure(result)
+            row = self.measure(loss, grad_norm, lr)
             self.update_progress(row)
             self.warn_of_other_programs()
             self.warn_of_skips()
@@ -120,13 +121,14 @@ class Report:
         row = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
         return row | {"elapsed_seconds": self.clock.elapsed} | ({} if units is None else {"compute_units": units})
 
-    def measure(self, result: StepResult) -> dict[str, Any]:
+    def measure(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> dict[str, Any]:
         """Return a row with the loss, speed and memory of the steps since the last report. Waits for the device."""
         run, hardware = self.run, self.run.hardware
-        row = {"train_loss": result.loss.item(), "lr": result.lr, "grad_norm": result.grad_norm.item()}
+        results = {"train_loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item()}
         before, self.last = self.last, self.now()
         seconds, steps = self.last.seconds - before.seconds, self.last.step - before.step
         speed = steps * run.tokens_per_step / seconds
+        row = self.base_row() | results
         row |= {"ms_per_step": 1000 * seconds / steps, "tokens_per_second": speed}
         if hardware.peak_flops:
             row["mfu"] = speed * run.model.flops_per_token() / hardware.peak_flops
@@ -134,28 +136,28 @@ class Report:
             row["peak_memory_gb"] = peak / 1e9
         if skipped := int(run.skips[0]):
             row["skipped_updates"] = skipped
-        return self.base_row() | row
+        return row
 
     def update_progress(self, row: dict[str, Any]) -> None:
         """Update the progress bar; in a log file, write a line now and then instead."""
         run, step_seconds = self.run, row["ms_per_step"] / 1000
-        last_step = row["step"] + run.steps_left(step_seconds)
+        total_steps = row["step"] + run.steps_left(step_seconds)
         parts = [f"loss {row['train_loss']:.3f}", f"{si(row['tokens_per_second'])} tok/s"]
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.0%}")
         parts.append(f"lr {row['lr']:.2g}")
-        left = (last_step - row["step"]) * step_seconds
+        left = (total_steps - row["step"]) * step_seconds
         if "compute_units" in row:
             forecast = row["compute_units"] * (1 + left / row["elapsed_seconds"])
             parts.append(f"{row['compute_units']:.1f} of about {forecast:.1f} units")
         if run.mirror is not None:
             parts.append(run.mirror.status())
         if self.interactive:
-            self.bar.total = last_step
+            self.bar.total = total_steps
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
-        elif time.perf_counter() >= self.next_line or row["step"] == last_step:
+        elif time.perf_counter() >= self.next_line or row["step"] == total_steps:
             self.next_line = time.perf_counter() + LOG_INTERVAL_SECONDS
-            log.info(f"step {row['step']:,}/{last_step:,}, {', '.join(parts)}, {duration(left)} left")
+            log.info(f"step {row['step']:,}/{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
 
     def warn_of_other_programs(self) -> None:
         """Print once that other programs take more than half of the CPU's time."""
@@ -273,3 +275,26 @@ class Spikes:
         if math.isfinite(loss):
             self.losses.append(loss)
         return warning
+
+
+def print_start(run: Run, clock: Clock) -> None:
+    """Print what will be trained."""
+    config, state = run.config, run.state
+    at_most = "at most " if config.minutes else ""
+    steps = f"steps {state.step:,} to {at_most}{run.total_steps:,} of {run.tokens_per_step:,} tokens"
+    print(f"Training   {steps}, in {run.dir}")
+    if config.minutes:
+        print(f"Minutes    {config.minutes:g}, of which {duration(clock.elapsed)} are used")
+    if config.warmup_steps >= run.total_steps:
+        shorter = f"--warmup_steps {run.total_steps // 10}, or more --epochs"
+        print(f"Note       the warmup of {config.warmup_steps:,} steps lasts the whole run: try {shorter}")
+
+
+def print_stop(run: Run, clock: Clock) -> int:
+    """Print why the run ends before its last step. Return the exit code."""
+    after = f"after step {run.state.step:,}"
+    if limit := clock.limit_reached:
+        print(f"Stopped {after}: {limit}")
+    else:
+        print(f"Interrupted {after}. The same command continues from there.")
+    return INTERRUPTED

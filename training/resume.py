@@ -27,15 +27,16 @@ from common.checkpoint import (
     step_of,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import RECORDS_FOLDER, atomic_write, sha256_file
+from common.files import RECORDS_FOLDER, atomic_write, free_space, sha256_file
 from common.lora import LoRA, lora_of, read_lora
-from common.script import world
+from common.output import byte_size, log
+from common.script import is_rank_0, world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.config import Config, scope_of
 from training.mirror import Mirror
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.records import RECORDS, SUMMARY
+from training.records import RECORDS, SUMMARY, rewind
 from training.run import Run
 from training.saver import write_config
 from training.schedule import epoch_sequences
@@ -51,16 +52,40 @@ from training.store import (
 from training.text import describe_changes
 
 
-def find_previous(config: Config, mirror: Mirror | None, will_train: bool) -> Previous:
-    """Find what the run folder and its mirror hold. With `will_train` (the folder is then locked), also clean up after
-    a killed session, and copy what only the mirror has.
+def recover_run(config: Config, mirror: Mirror | None) -> Previous:
+    """Find what the run folder and its mirror hold. Clean up after a killed session, and copy what only the mirror has.
+    The run folder must be locked. Raises what `find_previous` raises."""
+    store = Store(config.run_dir)
+    if config.resume != "never":
+        finish_setting_aside(store, mirror.store if mirror is not None else None)
+    require_usable_folders(config, store, mirror)
+    if not store.is_empty:
+        store.clean_up()
+        shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
+    delete_dry_run(store.dir)
+    while True:
+        previous = find_checkpoint(config, store, mirror)
+        if previous.checkpoint is None:
+            return previous
+        try:
+            return copy_here(previous, store, mirror)
+        except FileNotFoundError:  # another machine has just replaced the copy by a newer one
+            continue
+
+
+def find_previous(config: Config, mirror: Mirror | None) -> Previous:
+    """Find what the run folder and its mirror hold. Changes nothing.
 
     Raises ConfigError or CheckpointError if a folder belongs to another run, cannot be used, or holds only damaged
     checkpoints.
     """
     store = Store(config.run_dir)
-    if will_train and config.resume != "never":
-        finish_setting_aside(store, mirror.store if mirror is not None else None)
+    require_usable_folders(config, store, mirror)
+    return find_checkpoint(config, store, mirror)
+
+
+def require_usable_folders(config: Config, store: Store, mirror: Mirror | None) -> None:
+    """Raise ConfigError or CheckpointError if the run folder or the mirror cannot be used for this run."""
     store.require_run_folder("--output_dir")
     if config.resume == "never":
         store.require_movable()
@@ -72,21 +97,6 @@ def find_previous(config: Config, mirror: Mirror | None, will_train: bool) -> Pr
                 f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
                 "--checkpoint_dir out to train without copies."
             ) from None
-    if will_train and not store.is_empty:
-        store.clean_up()
-        shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
-    if will_train:
-        delete_dry_run(store.dir)
-    previous: Previous | None = None
-    while previous is None:
-        with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
-            found = find_checkpoint(config, store, mirror)
-            if will_train and found.checkpoint is not None:
-                found = copy_here(found, store, mirror)
-            previous = found
-    if mirror is not None:
-        mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
-    return previous
 
 
 def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
@@ -108,8 +118,20 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
     `init_from`.
 
     Raises CheckpointError if all checkpoints are damaged, or if the run did not start from `resume_from` or
-    `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
+    `init_from`.
     """
+    while True:
+        try:
+            previous = read_newest(config, store, mirror)
+        except FileNotFoundError:  # another machine has just replaced the copy by a newer one
+            continue
+        if mirror is not None:
+            mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
+        return previous
+
+
+def read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous:
+    """As `find_checkpoint`, but raises FileNotFoundError if another machine has deleted the copy meanwhile."""
     places = [store.steps_dir, *([mirror.store.steps_dir] if mirror is not None else [])]
     try:
         newest = find_newest_valid(*places) if config.resume != "never" else None
@@ -209,7 +231,7 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
     Raises CheckpointError if the checkpoint belongs to another model or other data.
     """
     run.state, scaler, has_summary = on_rank_0(lambda: open_run(run, previous))
-    run.saved_step = run.state.step
+    run.checkpoint_step = run.state.step
     run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
@@ -234,6 +256,18 @@ def open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], 
         set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, write_new)
     run.dir.mkdir(parents=True, exist_ok=True)
     return state, run.scaler.state_dict(), (run.dir / SUMMARY).is_file()
+
+
+def prepare_run_folder(run: Run) -> None:
+    """Write config.json, and rewind the records to the step that the run continues from. Rank 0 does this. Print a
+    warning if the disk is too small for the run."""
+    if not is_rank_0():
+        return
+    write_config(run, run.dir)
+    rewind(run.dir, run.state.step, run.state.evaluated_step)
+    need, free = run.disk_bytes, free_space(run.dir)
+    if need > free and not run.state.step:
+        log.info(f"Warning: the run needs about {byte_size(need)} in {run.dir}, and only {byte_size(free)} are free.")
 
 
 def new_run_id(run: Run) -> str:
@@ -314,8 +348,8 @@ def broadcast_from_rank_0(run: Run) -> None:
     """Broadcast what rank 0 has loaded. Raises CheckpointError if the checkpoints are on another machine."""
     broadcast_tensors(list(run.model.state_dict().values()))
     broadcast_tensors(list(run.optimizer.tensors().values()))
-    own = step_folders(run.dir / "checkpoints") if run.config.resume == "auto" else []
-    (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
+    steps = step_folders(run.dir / "checkpoints") if run.config.resume == "auto" else []
+    (is_elsewhere,) = any_process(bool(steps) and run.state.step == 0)
     if is_elsewhere:
         raise CheckpointError(
             f"{run.dir} has checkpoints on one machine, but not on that of process 0, which reads and writes them. Use "
@@ -331,14 +365,14 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
     the base of the adapters is gone."""
     config = run.config
     checkpoint.base()
-    then = list_fixed(checkpoint.model_config(), read_lora(checkpoint.path), saved.config.get("optimizer"), saved.data)
-    now = list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
+    old = list_fixed(checkpoint.model_config(), read_lora(checkpoint.path), saved.config.get("optimizer"), saved.data)
+    new = list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
     clashes = [
-        f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
+        f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
     ]
-    if clashes and then.get(TOKENS_KEY) != now.get(TOKENS_KEY) and (change := describe_text_change(run, saved.data)):
+    if clashes and old.get(TOKENS_KEY) != new.get(TOKENS_KEY) and (change := describe_text_change(run, saved.data)):
         clashes.append(change)
     if clashes:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
@@ -348,9 +382,9 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
         raise CheckpointError("\n  ".join([head, *clashes]) + f"\nUse the old values, {remedy}.")
 
 
-def describe_text_change(run: Run, then: dict[str, Any]) -> str:
+def describe_text_change(run: Run, old: dict[str, Any]) -> str:
     """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone."""
-    config, tokens = run.config, find_tokens(str(then.get("tokens_sha256")))
+    config, tokens = run.config, find_tokens(str(old.get("tokens_sha256")))
     if not config.input or config.resume_from or tokens is None:
         return ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"

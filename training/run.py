@@ -21,7 +21,7 @@ from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import broadcast_tensors
-from training.schedule import epoch_sequences, last_step, learning_rate, progress, steps_left
+from training.schedule import epoch_sequences, learning_rate, progress, steps_left, total_steps
 from training.state import TrainState
 
 MAX_CHECKPOINTS_ON_DISK = 4  # two, the best, and the one being written
@@ -57,10 +57,10 @@ class Run:
         self.scaler = self.hardware.grad_scaler()
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
         self.compiled_rows = 0  # `step_model` is compiled for this micro-batch
-        self.recorded: Any = None  # RecordedStep of recorded.py, or None
+        self.captured: Any = None  # CapturedStep of captured.py, or None
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
-        self.saved_step = 0  # the step of the newest checkpoint; a thread may still be writing it
+        self.checkpoint_step = 0  # the step of the newest checkpoint; a thread may still be writing it
         self.dir: Path = self.config.run_dir  # a dry run uses a temporary folder
 
     @property
@@ -87,9 +87,9 @@ class Run:
         return progress(self.state, self.data.windows, self.config) >= 1
 
     @property
-    def last_step(self) -> int:
+    def total_steps(self) -> int:
         """Number of steps of the run; with `minutes`, the maximum."""
-        return last_step(self.state, self.data.windows, self.config)
+        return total_steps(self.state, self.data.windows, self.config)
 
     def steps_left(self, step_seconds: float) -> int:
         """Return the steps left in the run, if each takes `step_seconds`."""

@@ -156,10 +156,16 @@ class Saver:
 
     def save_unsaved_step(self) -> None:
         """Save a checkpoint of this step if there is none."""
-        if self.run.state.step > self.run.saved_step:
+        if self.run.state.step > self.run.checkpoint_step:
             self.checkpoint_due = True
             self.logged_at = -math.inf
             self.save()
+
+    def save_now(self) -> None:
+        """Save a checkpoint of this step, and do not log its folder."""
+        self.checkpoint_due = True
+        self.logged_at = math.inf
+        self.save()
 
     def save(self) -> None:
         """Begin to write a checkpoint of this step, or keep a copy of the best weights, or both, as due. With several
@@ -179,7 +185,7 @@ class Saver:
                 folders = self.store.best_copies()
             if self.checkpoint_due:
                 folders.append(self.store.step_path(state.step))
-                run.saved_step = state.step
+                run.checkpoint_step = state.step
                 self.last_saved = time.monotonic()
             best_only = not self.checkpoint_due
             self.checkpoint_due = self.best_due = False
@@ -197,7 +203,10 @@ class Saver:
         """Begin to write the best weights, if they are not written yet."""
         if self.best is not None:
             self.join()
-            best = {name: each if isinstance(each, bytes) else to_device(each) for name, each in self.best.items()}
+            best = {
+                name: content if isinstance(content, bytes) else to_device(content)
+                for name, content in self.best.items()
+            }
             self.best, self.best_written = None, time.monotonic()
             self.pending_write = self.thread.submit(self.write, self.store.best_copies(), best)
 

@@ -31,7 +31,7 @@ def progress(state: TrainState, windows: int, config: Config) -> float:
     """
     if has_stopped_early(state, config):
         return 1.0
-    last = last_step(state, windows, config)
+    last = total_steps(state, windows, config)
     return max(1.0 if state.step >= last else state.step / last, time_progress(state, config))
 
 
@@ -54,7 +54,7 @@ def learning_rate(state: TrainState, windows: int, config: Config) -> float:
     decay = DECAYS[config.use_lr_scheduler]
     if decay is None:
         return peak
-    last = last_step(state, windows, config)
+    last = total_steps(state, windows, config)
     start = decay_start(last, config)
     decayed = max(0, step - start) / max(1, last - 1 - start)
     if config.minutes:
@@ -81,7 +81,7 @@ def epoch_sequences(windows: int, config: Config) -> int:
     return windows
 
 
-def last_step(state: TrainState, windows: int, config: Config) -> int:
+def total_steps(state: TrainState, windows: int, config: Config) -> int:
     """Return the number of steps of the whole run by `max_steps` or `epochs`; `minutes` may end it earlier. The batch
     size may have changed in between."""
     if config.max_steps:
@@ -96,7 +96,7 @@ def steps_left(state: TrainState, windows: int, config: Config, step_seconds: fl
     """Return the steps left in the run, if each takes `step_seconds`."""
     if progress(state, windows, config) >= 1:
         return 0
-    left = last_step(state, windows, config) - state.step
+    left = total_steps(state, windows, config) - state.step
     if config.minutes:
         seconds = 60 * config.minutes - state.ending_seconds - state.elapsed_seconds
         left = min(left, math.ceil(seconds / step_seconds))

@@ -51,7 +51,7 @@ class TrainState:
     best_windows: Count | None = None  # validation windows behind best_val_loss
     lowest_val_loss: Number | None = None  # up to this step; after a kill, best/ may come from a later one
     worse: Steps = 0  # evaluations in a row without a lower loss
-    base: Start | None = None
+    start: Start | None = None
     evaluated_step: Steps = 0  # the last step that was evaluated
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # over all sessions

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.script import world
 from model import IGNORE_INDEX
 from training import parallel
-from training.optimizer import apply_hyperparameters, gradient_norm, update
+from training.optimizer import apply_hyperparameters, gradient_norm, update_parameters
 from training.run import Run
 
 Batch = tuple[torch.Tensor, ...]  # what TokenData.batch returns
@@ -23,14 +23,14 @@ class StepResult(NamedTuple):
 
     loss: torch.Tensor  # mean over the whole effective batch
     grad_norm: torch.Tensor  # before clipping
-    skipped: torch.Tensor  # 1.0 if loss or grad_norm is not finite, so that the update was skipped; else 0.0
-    lr: float | torch.Tensor  # AdamW's; a tensor only while recording
 
 
 def train_step(run: Run) -> StepResult:
     """Update the model with the sequences of the next step. Each process takes a share of them, and all make the same
     update."""
-    return apply_update(run, forward_backward(run))
+    lr = run.learning_rate
+    loss = forward_backward(run)
+    return StepResult(loss, update(run, loss, lr))
 
 
 def forward_backward(run: Run) -> torch.Tensor:
@@ -41,8 +41,8 @@ def forward_backward(run: Run) -> torch.Tensor:
 
 def read_batch(run: Run) -> Batch:
     """Return this process's share of the next step's sequences."""
-    first, own = parallel.own_rows(run.config.sequences_per_step)
-    return run.data.batch(run.state.sequences_seen + first, own)
+    first, count = parallel.own_rows(run.config.sequences_per_step)
+    return run.data.batch(run.state.sequences_seen + first, count)
 
 
 def accumulate(run: Run, batch: Batch) -> torch.Tensor:
@@ -55,14 +55,14 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
     rows = run.rows_at_once
     if config.dropout:
         seed_dropout(run.data.device, config.seed * 1_000_003 + run.state.step + (world().rank << 53))
-    own = len(batch[0])
+    count = len(batch[0])
     weights = loss_weights(batch[1], rows, run.data.layout.has_mask, config.sequences_per_step)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
-    if run.recorded is not None:
-        return run.recorded.accumulate((pad_rows(part, run.recorded.rows) for part in micro_batches), weights)
+    if run.captured is not None:
+        return run.captured.accumulate((pad_rows(part, run.captured.rows) for part in micro_batches), weights)
     total = torch.zeros((), device=run.data.device)
     for number, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        with parallel.no_sync(run.step_model, number * rows < own):
+        with parallel.no_sync(run.step_model, number * rows < count):
             with run.hardware.autocast():
                 loss = run.step_model(*pad_rows(micro_batch, rows))
             loss = loss * weight
@@ -90,8 +90,8 @@ def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: in
     because the all-reduce takes the mean over processes.
     """
     if not has_mask:
-        own = len(targets)
-        return [world().size * min(rows, own - first) / sequences for first in range(0, own, rows)]
+        count = len(targets)
+        return [world().size * min(rows, count - first) / sequences for first in range(0, count, rows)]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
     return list(world().size * counts / parallel.all_reduce_sum(counts.sum()))
 
@@ -107,28 +107,28 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     return inputs, targets, *starts
 
 
-def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
-    """Update the model by its gradients, unless they or the loss are not finite. Clear the gradients."""
-    lr = run.learning_rate
-    if run.recorded is not None:
-        return run.recorded.apply_update(lr)
-    result = update_keeping_gradients(run, loss, lr)
+def update(run: Run, loss: torch.Tensor, lr: float) -> torch.Tensor:
+    """Update the model by its gradients, unless they or the loss are not finite. Clear the gradients. Return their norm
+    before clipping, (). `lr`: AdamW's."""
+    if run.captured is not None:
+        return run.captured.update(lr)
+    grad_norm = update_keeping_gradients(run, loss, lr)
     run.optimizer.zero_grad(set_to_none=True)
-    return result
+    return grad_norm
 
 
-def update_keeping_gradients(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> StepResult:
-    """Apply the update without clearing the gradients. `lr` may be on the device."""
+def update_keeping_gradients(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    """Apply the update without clearing the gradients, and return their norm. `lr` may be on the device."""
     optimizer, scaler = run.optimizer, run.scaler
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, run.config)
     grad_norm = gradient_norm(optimizer)
     skipped = not_finite(loss, grad_norm)
-    update(optimizer, grad_norm, run.config.grad_clip, skipped)
+    update_parameters(optimizer, grad_norm, run.config.grad_clip, skipped)
     scaler.update()
     run.skips.copy_(count_skip(run.skips, skipped))
-    return StepResult(loss, grad_norm, skipped, lr)
+    return grad_norm
 
 
 def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -154,8 +154,8 @@ def require_stable(run: Run) -> None:
 def diverged(run: Run, what: str) -> ConfigError:
     """Return the error for a training that diverged. `what` says how it showed."""
     restart = "No checkpoint was saved yet, so the same command starts from the beginning."
-    if run.saved_step:
-        restart = f"Saved checkpoints are intact, and the same command continues from step {run.saved_step:,}."
+    if run.checkpoint_step:
+        restart = f"Saved checkpoints are intact, and the same command continues from step {run.checkpoint_step:,}."
     return ConfigError(
         f"The training diverged at step {run.state.step:,}: {what}. {restart} Try, most promising first: a third of "
         "the --learning_rate, more --warmup_steps, --grad_clip 0.5, or --precision fp32."

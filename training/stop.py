@@ -66,10 +66,10 @@ class Stop:
             self.first_signal = time.monotonic()
             since = None if self.began is None else time.monotonic() - self.began
             abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_STEP_SECONDS)
-            now = "Stopping now, and saving what is finished" if abandons else self.message
+            action = "Stopping now, and saving what is finished" if abandons else self.message
             with contextlib.suppress(OSError):  # print may be interrupted by this handler, or the terminal gone
                 if is_rank_0():
-                    os.write(2, f"\n{now}. Another signal after two seconds stops at once.\n".encode())
+                    os.write(2, f"\n{action}. Another signal after two seconds stops at once.\n".encode())
             if abandons:
                 raise StopRequested
         elif self.signals > 2 or time.monotonic() - self.first_signal > DOUBLE_SIGNAL_SECONDS:

@@ -177,9 +177,9 @@ class Store:
 
     def copy_best(self, source: Path) -> None:
         """Copy best weights, unless the ones here are better. Raises OSError."""
-        theirs, best = read_best_state(source), self.dir / BEST
-        ours = None if find_problems(best) else read_best_state(best)
-        if theirs is not None and (ours is None or not is_better(ours, theirs)):
+        candidate, best = read_best_state(source), self.dir / BEST
+        current = None if find_problems(best) else read_best_state(best)
+        if candidate is not None and (current is None or not is_better(current, candidate)):
             self.copy(source, BEST)
 
     # Deleting
@@ -192,12 +192,12 @@ class Store:
     def delete(self, folder: Path) -> None:
         """Delete a checkpoint, complete or not. It is renamed first, so that nobody finds it any more. A link is
         removed, never followed. Errors are ignored, because a leftover costs only space."""
-        going = folder.with_name(f".old-{uuid.uuid4().hex[:8]}")
+        renamed = folder.with_name(f".old-{uuid.uuid4().hex[:8]}")
         with contextlib.suppress(OSError):
-            os.replace(folder, going)
-            if going.is_symlink():
-                going.unlink()
-            self.remove(going)
+            os.replace(folder, renamed)
+            if renamed.is_symlink():
+                renamed.unlink()
+            self.remove(renamed)
 
     def remove(self, folder: Path) -> None:
         shutil.rmtree(folder)
@@ -244,9 +244,9 @@ class Store:
             if is_resolved(read_json(folder / CONFIG, ConfigError)):
                 return
         if others := sorted(path.name for path in folder.iterdir() if not is_leftover(path.name)):
-            named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+            names = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
             raise ConfigError(
-                f"{folder} ({flag}) holds other files ({named}), and training would add its own. Choose an empty or "
+                f"{folder} ({flag}) holds other files ({names}), and training would add its own. Choose an empty or "
                 "new folder."
             )
 
@@ -379,8 +379,12 @@ def read_best_state(best: Path) -> TrainState | None:
         return None
 
 
-def is_better(one: TrainState, other: TrainState) -> bool:
-    """Return whether `one` has the lower loss or, if the losses are over different windows, the later step."""
-    if one.best_val_loss is not None and other.best_val_loss is not None and one.best_windows == other.best_windows:
-        return one.best_val_loss < other.best_val_loss
-    return one.step > other.step
+def is_better(first: TrainState, second: TrainState) -> bool:
+    """Return whether `first` has the lower loss or, if the losses are over different windows, the later step."""
+    if (
+        first.best_val_loss is not None
+        and second.best_val_loss is not None
+        and first.best_windows == second.best_windows
+    ):
+        return first.best_val_loss < second.best_val_loss
+    return first.step > second.step

@@ -108,16 +108,16 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Validation loss"] = f"{last['val_loss']:.4f} ({in_words}), {where}"
     if state.best_val_loss is not None:  # the loss of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
-        if state.base and state.best_val_loss >= state.base.val_loss:
-            facts["Best"] += f", no better than the {state.base.val_loss:.4f} of the initial weights"
+        if state.start and state.best_val_loss >= state.start.val_loss:
+            facts["Best"] += f", no better than the {state.start.val_loss:.4f} of the initial weights"
     facts |= judge_losses(rows, evaluated, run.epoch, bool(config.companion))
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
         facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
     if config.companion and config.init_from:
         facts["Companion"] = describe_companion(run, bits)
-    if state.base:
-        in_bits = f" ({state.base.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
-        facts["Before this run"] = f"validation loss {state.base.val_loss:.4f}{in_bits} of the initial weights"
+    if state.start:
+        in_bits = f" ({state.start.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
+        facts["Before this run"] = f"validation loss {state.start.val_loss:.4f}{in_bits} of the initial weights"
     with attempt(run.hardware.device):
         facts |= score_on_passages(run, clock.find_deadline())
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
@@ -132,7 +132,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
     prompts = [answer.prompt for answer in answers]
     columns = [each.text for each in prompts], [each.text for each in answers], [each.expected for each in prompts]
-    before = state.base.answers if state.base and state.base.prompts == columns[0] else []
+    before = state.start.answers if state.start and state.start.prompts == columns[0] else []
     right, judged = accuracy(answers)
     if judged:
         facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
@@ -162,9 +162,9 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         print(f"{format_text(each)}\n")
     for key, value in facts.items():
         print(f"{key:<16} {value}")
-    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
-    there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
-    print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
+    existing = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
+    existing += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
+    print(f"{'Files':<16} {run.dir}: {', '.join(existing)}")
     is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
     checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')

@@ -64,8 +64,8 @@ def measure_difficulty(sample: str) -> float:
     known = [passage for i, passage in enumerate(passages) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     size = SMALL_VOCABULARY if len(sample) < LARGE_SAMPLE else LARGE_VOCABULARY
     tokenizer = BPETokenizer.train(known, size, 2, *choose_word_form(known))
-    read, asked = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
-    bits = count_predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
+    known_ids, held_out_ids = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
+    bits = count_predicted_bits(known_ids, held_out_ids, tokenizer.vocab_size) / count_letters("".join(held_out))
     return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))
 
 
@@ -78,12 +78,12 @@ def measure_token_ratio(sample: str, other: str) -> float:
     size, ratio = min(len(sample), len(other)), 1.0
     length = min(PASSAGE_CHARACTERS, max(1, size // 2))
     parts = [[text[start : start + length] for start in range(0, size, length)] for text in (sample, other)]
-    for mine, theirs in (parts, parts[::-1]):
-        known = mine[::2]
+    for first, second in (parts, parts[::-1]):
+        known = first[::2]
         tokenizer = BPETokenizer.train(known, RATIO_VOCABULARY, 2, *choose_word_form(known))
         own_rate, other_rate = (
             sum(len(tokenizer.encode(text)) for text in part[1::2]) / count_letters("".join(part[1::2]))
-            for part in (mine, theirs)
+            for part in (first, second)
         )
         ratio *= other_rate / own_rate
     return math.sqrt(ratio)
@@ -114,10 +114,10 @@ def number_ngrams(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
     return keys
 
 
-def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def look_up(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """Return the value of each wanted key, 0 for keys missing from the sorted `keys`."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
+    at = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[at] == queries, values[at], 0)
 
 
 EXAMPLES_DIR = REPOSITORY / "examples"
@@ -267,9 +267,9 @@ def measure_tokens(config: Config) -> TextStats:
     )
 
 
-def describe_changes(then: TokenMetadata, now: TokenMetadata) -> str:
+def describe_changes(old: TokenMetadata, new: TokenMetadata) -> str:
     """Describe which files are new, changed in size or gone, and the share of new and changed ones in the text."""
-    before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (then, now))
+    before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (old, new))
     kinds = {
         "new": [name for name in after if name not in before],
         "changed": [name for name in after if after[name] != before.get(name, after[name])],

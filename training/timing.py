@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from common.errors import is_out_of_memory
-from common.graphs import GraphRecorder
+from common.graphs import GraphCapture
 from common.machine import pick_device
 from common.script import count_cores
 from model import TransformerLanguageModel
+from training.captured import can_capture
 from training.compilation import compile_model
 from training.config import Config
 from training.hardware import (
@@ -25,12 +26,11 @@ from training.hardware import (
     Hardware,
     choose_attention,
     compile_seconds,
-    detect_hardware,
+    configure_device,
     gpu_compile_seconds,
 )
 from training.memory import build_on_meta, clear_frames, estimate_memory, return_freed_memory
-from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
-from training.recorded import can_record
+from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update_parameters
 from training.step import Batch
 
 MIN_TIMED_STEPS, MAX_TIMED_STEPS = 3, 12
@@ -95,7 +95,7 @@ class Machine:
     def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
         shape = config.shape(vocab_size)
         choose_attention(is_chat)
-        return Candidate(config, detect_hardware(config, shape), build_on_meta(config, shape), is_chat)
+        return Candidate(config, configure_device(config, shape), build_on_meta(config, shape), is_chat)
 
     def thread_counts(self, config: Config) -> list[int]:
         """Return the numbers of threads to time. Beside other programs, one thread can be many times faster than
@@ -188,7 +188,7 @@ def time_parts(
         scaler.scale(loss).backward()
 
     def take_update() -> None:
-        update(optimizer, gradient_norm(optimizer), config.grad_clip, skip)
+        update_parameters(optimizer, gradient_norm(optimizer), config.grad_clip, skip)
 
     def now() -> float:
         hardware.synchronize()
@@ -197,27 +197,27 @@ def time_parts(
     do_pass: Callable[[], object] = run_pass
     do_update: Callable[[], object] = take_update
     rows = len(tokens[0])
-    records = can_record(config, hardware, candidate.memory(rows, rows, step_model is not model))
-    if records:
+    captures = can_capture(config, hardware, candidate.memory(rows, rows, step_model is not model))
+    if captures:
         try:
-            recorder = GraphRecorder()
-            recorder.warm_up(run_pass)
-            recorder.warm_up(take_update)
+            graphs = GraphCapture()
+            graphs.warm_up(run_pass)
+            graphs.warm_up(take_update)
             optimizer.zero_grad(set_to_none=True)
-            do_pass, _ = recorder.record(run_pass)  # each replay writes the gradients
-            do_update, _ = recorder.record(take_update)
+            do_pass, _ = graphs.capture(run_pass)  # each replay writes the gradients
+            do_update, _ = graphs.capture(take_update)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             clear_frames(error)
             optimizer.zero_grad(set_to_none=True)
-            records, do_pass, do_update = False, run_pass, take_update  # the training will not record them either
+            captures, do_pass, do_update = False, run_pass, take_update  # the training will not record them either
     while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()
         do_pass()
         passed = now()
         do_update()
-        if not records:
+        if not captures:
             optimizer.zero_grad(set_to_none=True)
         updated = now()
         passes.append(passed - began)

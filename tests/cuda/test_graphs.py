@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs: the losses of unrecorded steps, without waiting."""
+"""Steps captured as CUDA graphs: the losses of uncaptured steps, without waiting."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def losses(training: TimedRun, steps: int) -> list[float]:
         "--placement ram",
     ],
 )
-def test_recorded_steps_have_the_losses_of_unrecorded_ones(
+def test_recorded_steps_have_the_losses_of_uncaptured_ones(
     tokens: Path, chats: Path, kind: str, flags: str, choice: str
 ) -> None:
     """Draws of dropout included: the first loss is the same."""
     common = [*flags.split(), "--compile", choice, "--warmup_steps", "3"]
     folder = tokens if kind == "text" else chats
     plain = opened(folder, *common, "--graphs", "off")
-    recorded = opened(folder, *common)
-    assert recorded.recorded is not None and plain.recorded is None
-    expected, ours = losses(plain, 20), losses(recorded, 20)
+    captured = opened(folder, *common)
+    assert captured.captured is not None and plain.captured is None
+    expected, ours = losses(plain, 20), losses(captured, 20)
     assert ours[0] == pytest.approx(expected[0], rel=1e-6)
     assert ours == pytest.approx(expected, rel=5e-3)
-    assert recorded.skips.tolist() == plain.skips.tolist()
+    assert captured.skips.tolist() == plain.skips.tolist()
 
 
 def test_recorded_steps_wait_for_nothing_and_take_no_more_memory(tokens: Path) -> None:
@@ -81,5 +81,5 @@ def test_an_embedding_of_many_tokens_is_recorded_uncompiled(tokens: Path) -> Non
 def test_memory_is_given_back_where_rows_are_halved(tokens: Path) -> None:
     training = opened(tokens, "--compile", "off")
     halve_rows(training)
-    assert training.recorded is None
+    assert training.captured is None
     training.step()

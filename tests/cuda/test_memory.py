@@ -15,10 +15,10 @@ from benchmarks.measure import write_random_tokens
 from benchmarks.workload import TimedRun
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from tests.helpers import estimated
+from train_colab_mmap import make_run
 from training import memory
 from training.config import parse_config
 from training.hardware import limit_memory
-from training.plan import make_run
 from training.records import read_metrics
 
 pytestmark = pytest.mark.cuda
@@ -70,7 +70,7 @@ def test_memory_does_not_grow_from_step_to_step(tokens: Path) -> None:
 # Activations of some hundred megabytes, far more than the weights: half the sequences take about half the memory.
 LARGE = {"max_seq_len": 256, "embed_dim": 256, "num_layers": 2, "batch_size": 64, "gradient_accumulation_steps": 1}
 LARGE |= {"device": DEVICE, "precision": "fp32", "dropout": 0.0, "learning_rate": 0.001, "max_steps": 4}
-LARGE |= {"graphs": "off"}  # recorded steps take their memory before the first of them
+LARGE |= {"graphs": "off"}  # captured steps take their memory before the first of them
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -156,9 +155,10 @@ def skipped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Record for each step, on the device, 1.0 if its update was skipped, else 0.0."""
     told = []
 
-    def noted(*given: Any) -> StepResult:
-        result = train_step(*given)
-        told.append(result.skipped)
+    def noted(run: TimedRun) -> StepResult:
+        before = run.skips[0].clone()
+        result = train_step(run)
+        told.append(run.skips[0] - before)
         return result
 
     monkeypatch.setattr(workload, "train_step", noted)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import generate as script
-from generation import command, loading
+from generation import loading
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import columns, with_large_weights
@@ -153,7 +153,7 @@ def test_fp32_where_generation_is_bf16(tmp_path, monkeypatch, rows):
     assert script.load_model(wide)[0].token_embedding.weight.dtype == torch.bfloat16
     seen = []
     real = script.load_checkpoint
-    monkeypatch.setattr(command, "load_checkpoint", lambda *given: seen.append(real(*given)) or seen[-1])
+    monkeypatch.setattr(script, "load_checkpoint", lambda *given: seen.append(real(*given)) or seen[-1])
     rows("--score", "two.txt", "--checkpoint", wide)
     assert seen[0][0].token_embedding.weight.dtype == torch.float32
 

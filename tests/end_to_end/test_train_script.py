@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import train_colab_mmap as script
 from tests.helpers import Killed, call_before, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import fit
 from training.records import read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -141,7 +141,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        call_before(patch, fit, "summarize", die)
+        call_before(patch, script, "summarize", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0
@@ -302,7 +302,7 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
-    call_before(monkeypatch, fit, "forward_backward", bug)
+    call_before(monkeypatch, script, "forward_backward", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
 

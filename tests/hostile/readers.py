@@ -19,10 +19,10 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens,
 from tokenization.token_folder import require_same_files
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
+from train_colab_mmap import make_run
 from training.clock import Clock
 from training.config import Config, parse_config
 from training.evaluate import bits_per_byte
-from training.plan import make_run
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver
@@ -100,7 +100,7 @@ class Training:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""
         run = self.start_or_resume()
         state = run.state
-        assert run.saved_step == state.step >= 0 and run.epoch >= 0
+        assert run.checkpoint_step == state.step >= 0 and run.epoch >= 0
         assert state.evaluated_step <= state.step
         if not run.took_last_step:
             self.take_step(run)

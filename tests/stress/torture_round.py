@@ -24,10 +24,8 @@ from typing import Any
 import matplotlib.figure  # noqa: F401 (sessions import it on first use)
 import torch
 
-import tokenization.command  # noqa: F401 (sessions import it on first use)
 import tokenize_local_bpe
 import train_colab_mmap
-import training.fit  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import Checkpoint, find_problems, step_folders, step_of
 from common.files import RECORDS_FOLDER, sha256_file

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenization import command
-from tokenization.command import ByteProgress
+from tokenization import progress
+from tokenization.progress import ByteProgress
 
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now = [1000.0]
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
 
     def wait(seconds: float) -> None:
         now[0] += seconds

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import train_colab_mmap as script
 from common.checkpoint import step_folders, step_of
 from tests.helpers import Killed
-from training import fit, saver
+from training import saver
 from training.records import read_metrics
 from training.run import Run
 
@@ -21,7 +22,7 @@ TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Do `action` in the middle of the step that follows `step` finished ones."""
-    original = fit.forward_backward
+    original = script.forward_backward
 
     def forward_backward(run: Run) -> torch.Tensor:
         loss = original(run)
@@ -29,7 +30,7 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) 
             action()
         return loss
 
-    patch.setattr(fit, "forward_backward", forward_backward)
+    patch.setattr(script, "forward_backward", forward_backward)
 
 
 class AtOnce(ThreadPoolExecutor):

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+import train_colab_mmap as script
 from tests.forked import Forked
 from tests.helpers import Killed, wait_until
 from tests.training.helpers import at_step, die, save_at_once, steps_of
 from tests.training.launching import trained
-from training import fit, report
+from training import evaluate, report
+from training import step as step_module
 from training import store as store_module
 from training.records import read_metrics
 
@@ -36,8 +38,14 @@ class Machine:
         self.evaluation, self.write = 5.0, 2.0
         patch.setattr(time, "perf_counter", lambda: self.now)
         for module, name, seconds in (
-            (fit, "forward_backward", lambda args: self.step(args[0].state.step)),
-            (fit, "evaluate", lambda _: self.evaluation),
+            (script, "forward_backward", lambda args: self.step(args[0].state.step)),
+            (script, "evaluate", lambda _: self.evaluation),
+            (
+                step_module,
+                "forward_backward",
+                lambda args: self.step(args[0].state.step),
+            ),  # a new process imports these
+            (evaluate, "evaluate", lambda _: self.evaluation),
             (store_module, "write_files", lambda _: self.write),
         ):
             patch.setattr(module, name, self.taking(getattr(module, name), seconds))

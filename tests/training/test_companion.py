@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import train_colab_mmap
+import train_colab_mmap as script
 from common.checkpoint import Checkpoint, step_folders
 from tests.docs.what_you_get import DOCUMENT, companion_table
 from tests.forked import Forked
 from tests.helpers import WORDS, run_script
 from tests.training.pretended import MACHINES, Pretended, text_of
 from tests.training.test_growth import OTHER_WORDS, write_book
-from training import fit
 from training.companion import OwnForecast, forecast_own, own_minutes
 from training.config import parse_config
 from training.dial import Dial
@@ -44,7 +44,7 @@ def settings_of(run: Path) -> dict[str, Any]:
     return json.loads((run / CONFIG).read_text())["config"]
 
 
-def last_step(run: Path) -> int:
+def total_steps(run: Path) -> int:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
 
 
@@ -107,13 +107,13 @@ def test_the_same_command_again_finds_both_finished_however_the_path_is_written(
 def test_a_stop_while_the_base_is_summarized_ends_the_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("runs")
     shutil.rmtree("drive")
-    original = fit.summarize
+    original = script.summarize
 
     def summarize(*given: Any) -> None:
         original(*given)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(fit, "summarize", summarize)
+    monkeypatch.setattr(script, "summarize", summarize)
     assert run_script(train_colab_mmap.main, *COMMAND).code == 130
     assert (BASE / "summary.md").is_file() and not OWN.exists()
 
@@ -149,9 +149,9 @@ def test_a_text_that_has_changed_is_learned_from_the_base_again(home: Path) -> N
 
 
 def test_more_minutes_train_the_base_on_and_start_again_from_it(home: Path) -> None:
-    before = last_step(BASE)
+    before = total_steps(BASE)
     out = train("--minutes", "5", "--epochs", "2")
-    assert last_step(BASE) > before and "Starting from the weights" in out and [*Path("runs").glob("mine.*")]
+    assert total_steps(BASE) > before and "Starting from the weights" in out and [*Path("runs").glob("mine.*")]
 
 
 def test_a_finished_run_stays_when_its_base_was_trained_on_for_another(home: Path) -> None:

@@ -24,10 +24,10 @@ from tests.helpers import hardware_of, open_tokens, run_script, with_large_weigh
 from tokenization.metadata import TokenMetadata, read_tokens
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
+from train_colab_mmap import make_run
 from training.compilation import compile_model
 from training.config import parse_config
 from training.data import TokenData, pack
-from training.plan import make_run
 from training.records import read_metrics
 from training.timing import Machine
 

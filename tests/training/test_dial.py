@@ -40,7 +40,7 @@ def flags(book: Path, *more: str, minutes: str = "0.2") -> list[str]:
 
 
 def choice(argv: list[str]) -> Config:
-    return choose(argv, parse_config(argv), time.perf_counter())
+    return train_colab_mmap.choose_model(argv, parse_config(argv), time.perf_counter())
 
 
 def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Recorded steps give the numbers of steps that are not recorded."""
+"""Captured steps give the numbers of steps that are not captured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from benchmarks.measure import write_random_tokens
 from benchmarks.workload import TimedRun
 from tests.helpers import write_chat_tokens
-from tests.tape import TapeRecorder
+from tests.tape import TapeCapture
+from training.captured import CapturedStep
 from training.evaluate import validation_loss
-from training.recorded import RecordedStep
 
 SHAPE = (
     "--num_layers 2 --embed_dim 64 --num_heads 2 --max_seq_len 32 --batch_size 8 --device cpu --compile off "
@@ -35,13 +35,13 @@ class Rounded(TimedRun):
         return torch.tensor(super().learning_rate, dtype=torch.float32).item()
 
 
-def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[TimedRun, list[float]]:
+def trained(folder: Path, flags: str, captured: bool, scaled: bool) -> tuple[TimedRun, list[float]]:
     """Six steps and an evaluation. Returns the training and its losses."""
     training = Rounded.open([*SHAPE.split(), "--data_dir", str(folder), *flags.split()])
     if scaled:
         training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-    if recorded:
-        training.recorded = RecordedStep(training, TapeRecorder())
+    if captured:
+        training.captured = CapturedStep(training, TapeCapture())
     losses = []
     for _ in range(6):
         training.step()
@@ -51,17 +51,17 @@ def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[Tim
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folders: dict[str, Path]) -> None:
     training = Rounded.open([*SHAPE.split(), "--data_dir", str(folders["text"]), "--optimizer", "muon"])
-    training.recorded = recorded = RecordedStep(training, TapeRecorder())
+    training.captured = captured = CapturedStep(training, TapeCapture())
     training.step()
-    before, replay = [tensor.clone() for tensor in tensors(training)[:-1]], recorded.replay_first
+    before, replay = [tensor.clone() for tensor in tensors(training)[:-1]], captured.replay_first
 
     def spoiled() -> None:
         replay()
-        recorded.gradients[0].fill_(torch.nan)
+        captured.gradients[0].fill_(torch.nan)
 
-    recorded.replay_first = spoiled
+    captured.replay_first = spoiled
     training.step()
-    recorded.replay_first = replay
+    captured.replay_first = replay
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(training)[:-1], strict=True))
     assert training.skips.tolist() == [1, 1, 1]
     training.step()
@@ -86,15 +86,15 @@ def tensors(training: TimedRun) -> list[torch.Tensor]:
         ("chat", f"{MODERN} --optimizer muon"),
     ],
 )
-def test_recorded_steps_have_the_numbers_of_unrecorded_ones(
+def test_recorded_steps_have_the_numbers_of_uncaptured_ones(
     folders: dict[str, Path], kind: str, flags: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AdamW is equal to the bit; Muon computes with the learning rate in fp32."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # in bf16, Muon's iteration would make much of a rounding
     plain, expected = trained(folders[kind], flags, False, scaled)
-    recorded, losses = trained(folders[kind], flags, True, scaled)
+    captured, losses = trained(folders[kind], flags, True, scaled)
     exact = "muon" not in flags
     assert losses == (expected if exact else pytest.approx(expected, rel=1e-5))
-    assert recorded.scaler.state_dict() == plain.scaler.state_dict()
-    for ours, theirs in zip(tensors(recorded), tensors(plain), strict=True):
+    assert captured.scaler.state_dict() == plain.scaler.state_dict()
+    for ours, theirs in zip(tensors(captured), tensors(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 1e-5)

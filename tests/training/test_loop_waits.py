@@ -54,7 +54,7 @@ def test_a_step_without_a_report_does_not_wait(tmp_path: Path, train: Callable) 
 
 def test_steps_are_recorded_on_a_stream_that_decoding_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.Stream hands out 32 streams of a priority in turn, and a graph that is deleted takes its stream's
-    workspace away from the others recorded there (pytorch issue 193402)."""
+    workspace away from the others captured there (pytorch issue 193402)."""
 
     counts: Counter[int] = Counter()
 
@@ -65,5 +65,5 @@ def test_steps_are_recorded_on_a_stream_that_decoding_does_not_use(monkeypatch: 
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    training = graphs.GraphRecorder(is_kept=True)
-    assert training.stream.key not in {graphs.GraphRecorder().stream.key for _ in range(100)}
+    training = graphs.GraphCapture(is_kept=True)
+    assert training.stream.key not in {graphs.GraphCapture().stream.key for _ in range(100)}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import train_colab_mmap as script
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, call_before, estimated, rows_of
@@ -24,7 +25,6 @@ from tests.training.helpers import final_weights, measured, save_at_once, steps_
 from tokenizer import Tokenizer
 from training import compilation as compilation_module
 from training import evaluate as evaluate_module
-from training import fit
 from training import hardware as hardware_module
 from training import memory as memory_module
 from training.config import Config, parse_config
@@ -57,7 +57,6 @@ def limit_memory(megabytes: int) -> None:
     create its primitives on a busy machine, and then keeps failing."""
     import resource
 
-    import training.inspections
     import training.report  # noqa: F401
 
     torch.backends.mkldnn.set_flags(False)
@@ -335,12 +334,12 @@ def test_memory_that_runs_out_in_an_update_saves_no_half_of_it(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def fail(run: Run, loss: torch.Tensor) -> None:
+    def fail(run: Run, loss: torch.Tensor, lr: float) -> None:
         if run.state.step == 8:
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        call_before(patch, fit, "apply_update", fail)
+        call_before(patch, script, "update", fail)
         assert train(tmp_path / "run").code == 5
     assert steps_of(tmp_path / "run") == [6]
     assert train(tmp_path / "run").code == 0

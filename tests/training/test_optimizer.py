@@ -26,7 +26,7 @@ from training.optimizer import (
     build_optimizer,
     gradient_norm,
     orthogonalize,
-    update,
+    update_parameters,
 )
 from training.step import train_step
 
@@ -136,7 +136,7 @@ def clipped(model: TransformerLanguageModel, grad_clip: float) -> torch.Tensor:
     """An update, for what it does to the gradients. Returns their norm before it."""
     optimizer = build_optimizer(model, CONFIG)
     norm = gradient_norm(optimizer)
-    update(optimizer, norm, grad_clip, torch.zeros(()))
+    update_parameters(optimizer, norm, grad_clip, torch.zeros(()))
     return norm
 
 
@@ -164,7 +164,7 @@ def test_the_host_skips_if_the_kernel_cannot(config: Config) -> None:
         optimizer = build_optimizer(each, config)
         for group in optimizer.param_groups:
             group["fused"] = False
-        update(optimizer, torch.tensor(1.0), 1.0, torch.tensor(skip))
+        update_parameters(optimizer, torch.tensor(1.0), 1.0, torch.tensor(skip))
     assert torch.equal(weights(model), start) and not torch.equal(weights(other), start)
 
 

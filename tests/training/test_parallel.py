@@ -30,7 +30,7 @@ from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
 from training.config import parse_config
 from training.data import TokenData
-from training.hardware import detect_hardware
+from training.hardware import configure_device
 from training.memory import memory_advice
 from training.records import read_metrics
 
@@ -368,7 +368,7 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     """No process retries alone: all would have to repeat the same batch."""
     join(monkeypatch, 3)
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
-    shape, hardware = config.shape(10), detect_hardware(config, config.shape(10))
+    shape, hardware = config.shape(10), configure_device(config, config.shape(10))
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
     advice = pytest.raises(MemoryExhausted, match="Add --micro_batch_size 4 to the same command")
     with advice, memory_advice(config, shape, hardware, lambda: 8):

@@ -29,7 +29,6 @@ from training.hardware import Hardware
 from training.records import read_metrics, read_samples, rewind
 from training.report import Report
 from training.run import Prompt, Run
-from training.step import StepResult
 from training.summary import compare_with_forecast
 
 CONTRACT_FIELDS = {
@@ -43,7 +42,7 @@ def hardware() -> Hardware:
     return hardware_of(parse_config(["--device", "cpu"]))
 
 
-RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.7), torch.tensor(0.0), 1e-3)
+RESULT = torch.tensor(2.5), torch.tensor(0.7), 1e-3  # loss, norm of the gradients, learning rate
 
 
 def report_of(run_dir: Path, hardware: Hardware, elapsed: float = 0.0, **config: Any) -> Report:
@@ -103,14 +102,14 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
 
 def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
     take_step(report)
-    report.write(report.measure(RESULT) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    report.write(report.measure(*RESULT) | {"val_loss": 2.0, "val_bits_per_byte": None})
     (row,) = read_metrics(tmp_path)
     assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
     assert row["train_loss"] == 2.5
 
     paid = report_of(tmp_path, dataclasses.replace(hardware, peak_flops=1e12), 3600.0, units_per_hour=8.0)
     take_step(paid)
-    row = paid.measure(RESULT)
+    row = paid.measure(*RESULT)
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * paid.run.model.flops_per_token() / 1e12)
     assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
     assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
@@ -130,7 +129,7 @@ def test_speed_leaves_out_what_happens_while_paused(
         now[0] += 1000.0
         if fails:
             raise MemoryError
-    row = report.measure(RESULT)
+    row = report.measure(*RESULT)
     assert row["ms_per_step"] == pytest.approx(500.0)
     assert row["tokens_per_second"] == pytest.approx(1024.0)
 

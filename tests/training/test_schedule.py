@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from training.config import Config
 from training.schedule import DECAYS as TABLE
-from training.schedule import epoch_sequences, last_step, learning_rate, progress
+from training.schedule import epoch_sequences, learning_rate, progress, total_steps
 from training.state import TrainState
 
 DECAYS = [name for name, decay in TABLE.items() if decay is not None]
@@ -33,7 +33,7 @@ def rates(max_steps: int, config: Config) -> list[float]:
 
 
 def length(windows: int, config: Config, step: int = 0, sequences_seen: int = 0) -> int:
-    return last_step(TrainState(step=step, sequences_seen=sequences_seen), windows, config)
+    return total_steps(TrainState(step=step, sequences_seen=sequences_seen), windows, config)
 
 
 @pytest.mark.parametrize("decay", [*DECAYS, "constant"])

@@ -18,7 +18,7 @@ from tests.training.helpers import final_weights, measured, steps_of
 from training import step as step_module
 from training.config import Config
 from training.data import TokenData
-from training.optimizer import build_optimizer, gradient_norm, update
+from training.optimizer import build_optimizer, gradient_norm, update_parameters
 from training.records import read_metrics
 from training.report import Spikes
 
@@ -55,14 +55,14 @@ def test_a_skipped_update_leaves_weights_and_moments_as_they_were(optimizer: str
         return [tensor.clone() for tensor in tensors]
 
     norm = torch.ones(())
-    update(ours, norm, 1.0, backward())
+    update_parameters(ours, norm, 1.0, backward())
     before = state()
     backward()
     for parameter in model.parameters():
         parameter.grad.view(-1)[0] = spoiled
-    update(ours, torch.tensor(spoiled), 1.0, torch.ones(()))
+    update_parameters(ours, torch.tensor(spoiled), 1.0, torch.ones(()))
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    update(ours, norm, 1.0, backward())  # and the next one is taken
+    update_parameters(ours, norm, 1.0, backward())  # and the next one is taken
     assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True) if a.numel() > 100)
 
 

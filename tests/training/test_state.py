@@ -60,7 +60,7 @@ def test_everything_comes_back(read: Callable, state: TrainState) -> None:
     [
         ("step", -1), ("step", True), ("step", 1.5), ("step", 10**8), ("sequences_seen", 2**32), ("tokens", "1"),
         ("elapsed_seconds", -1.0), ("elapsed_seconds", None), ("best_val_loss", "nan"), ("worse", None),
-        ("run_id", 7), ("base", {}), ("base", {"val_loss": 1, "prompts": [1], "answers": []}), ("evaluated_step", []),
+        ("run_id", 7), ("start", {}), ("start", {"val_loss": 1, "prompts": [1], "answers": []}), ("evaluated_step", []),
         ("evaluated_step", 3),
         ("scaler", {"scale": 1}), ("data", []), ("config", None), ("resumed_from", 1),
     ],

@@ -42,13 +42,13 @@ def test_the_model_that_is_compiled_is_the_one_that_is_timed() -> None:
     assert compiling > 0 and seconds > 0
 
 
-def test_steps_that_cannot_be_recorded_are_timed_unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_cannot_be_captured_are_timed_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose driver refuses CUDA graphs; the training goes on without them, too."""
 
     class Failing:
         def warm_up(self, work: object) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    for name, stand_in in (("can_record", lambda *_: True), ("GraphRecorder", Failing)):
+    for name, stand_in in (("can_capture", lambda *_: True), ("GraphCapture", Failing)):
         monkeypatch.setattr(timing, name, stand_in)
     assert Machine().time_steps(candidate(), 128, 1, 0.05).update > 0

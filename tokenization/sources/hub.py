@@ -61,12 +61,12 @@ def find_hub_sources(address: str, suffixes: tuple[str, ...], max_mb: float | No
     ]
     if not names:
         raise DataError(f"{address} names no text file. The dataset has {', '.join(list(known['files'])[:10])}.")
-    most = math.inf
+    max_bytes = math.inf
     if max_mb:
         taken = max(1, min(len(names), int(1e6 * max_mb / MIN_BYTES_PER_FILE)))
-        names, most = [names[number * len(names) // taken] for number in range(taken)], 1e6 * max_mb / taken
+        names, max_bytes = [names[number * len(names) // taken] for number in range(taken)], 1e6 * max_mb / taken
     at = f"datasets/{repository}@{known['commit']}"
-    return [HubSource(Path(at, name), f"{at}/{name}", known["files"][name], 0, max_bytes=most) for name in names]
+    return [HubSource(Path(at, name), f"{at}/{name}", known["files"][name], 0, max_bytes=max_bytes) for name in names]
 
 
 @contextlib.contextmanager

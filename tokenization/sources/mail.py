@@ -76,14 +76,14 @@ def remove_quotes(subject: str, text: str, seen: set[str]) -> str:
     is_quoted = False  # what follows Outlook's header, without ">"
     for line in QUOTED_HEADER.sub(f"{QUOTE_MARK}\n", text).splitlines():
         is_quoted = is_quoted or line == QUOTE_MARK
-        own = line.lstrip("> ").rstrip()
-        if line == QUOTE_MARK or ((is_quoted or line.startswith(">")) and (not own or own in seen)):
+        unquoted = line.lstrip("> ").rstrip()
+        if line == QUOTE_MARK or ((is_quoted or line.startswith(">")) and (not unquoted or unquoted in seen)):
             if line.startswith(">") and kept and kept[-1].rstrip().endswith(":"):
                 kept.pop()
             continue
         kept.append(line)
-        if own:
-            seen.add(own)
+        if unquoted:
+            seen.add(unquoted)
     topic = REPLY_PREFIX.sub("", subject)
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
     if topic != subject and topic in seen:

@@ -92,8 +92,8 @@ def read_epub(file: BinaryIO) -> Iterator[str]:
         paths = [posixpath.normpath(posixpath.join(folder, name)) for name in spine]
         if find_encrypted_parts(book) & set(paths):
             raise UnreadableError("it is copy-protected (DRM)")
-        there = set(book.namelist())  # cover pages may be missing
-        pages = (decode_page(read_member(book, path)) for path in paths if path in there)
+        entries = set(book.namelist())  # cover pages may be missing
+        pages = (decode_page(read_member(book, path)) for path in paths if path in entries)
         yield "\n\n".join(filter(None, map(html_to_text, pages)))
 
 

@@ -94,8 +94,8 @@ def convert_to_unicode(content: bytes, form: str) -> bytes:
 
 def remove_readings(content: bytes) -> bytes:
     """Return a Word file without furigana, because pandoc drops the words under them."""
-    made = io.BytesIO()
-    with open_zip(io.BytesIO(content)) as archive, zipfile.ZipFile(made, "w") as without:
+    buffer = io.BytesIO()
+    with open_zip(io.BytesIO(content)) as archive, zipfile.ZipFile(buffer, "w") as without:
         for info in archive.infolist():
             without.writestr(info, RUBY.sub(rb"</w:r>\1<w:r>", archive.read(info)))
-    return made.getvalue()
+    return buffer.getvalue()

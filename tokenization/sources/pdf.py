@@ -118,14 +118,14 @@ def join_lines(pages: Sequence[list[Line]]) -> str:
     above: Line | None = None
     for lines in pages:
         for line in lines:
-            least, most = (share * line.height for share in INDENT_RANGE)
-            beside = [other for other in lines if abs(other.left - line.left) <= most]
-            is_new = any(least < line.left - other.left < most for other in beside)
+            smallest, largest = (share * line.height for share in INDENT_RANGE)
+            beside = [neighbour for neighbour in lines if abs(neighbour.left - line.left) <= largest]
+            is_new = any(smallest < line.left - neighbour.left < largest for neighbour in beside)
             if above is not None:
                 is_new |= (
                     above.last - line.first > PARAGRAPH_DISTANCE * usual or not 0.8 < above.height / line.height < 1.25
                 )
-                room = max(other.right for other in beside) - above.right
+                room = max(neighbour.right for neighbour in beside) - above.right
                 word = len(line.text.split()[0]) + 1
                 is_short = room > 1.5 * word * (line.right - line.left) / len(line.text)
                 parts.append("\n\n" if is_new else "\n" if is_short else " ")

@@ -22,7 +22,7 @@ CUE_MARKUP = re.compile(r"<[^>\n]*>|\{\\[^}\n]*\}")
 
 def read_subtitles(file: BinaryIO) -> Iterator[str]:
     """Yield the text of the cues of .srt and .vtt files. A cue repeats lines of the one before while they scroll."""
-    said: list[str] = []
+    texts: list[str] = []
     before: list[str] = []
     text = decode(file.read()).replace("\r\n", "\n").replace("\r", "\n")
     for block in re.split(r"\n[ \t]*\n", text):
@@ -31,9 +31,9 @@ def read_subtitles(file: BinaryIO) -> Iterator[str]:
         if times is None:  # header, style or note
             continue
         cue = [words for line in lines[times + 1 :] if (words := html.unescape(CUE_MARKUP.sub("", line)).strip())]
-        said += cue[max(size for size in range(len(cue) + 1) if cue[:size] == before[len(before) - size :]) :]
+        texts += cue[max(size for size in range(len(cue) + 1) if cue[:size] == before[len(before) - size :]) :]
         before = cue or before
-    yield "\n".join(said)
+    yield "\n".join(texts)
 
 
 # Cleaners of .txt and .md files
@@ -116,8 +116,8 @@ def split_books(document: str) -> Iterator[str]:
         yield document
     while start:
         end = GUTENBERG_END.search(document, start.end())
-        own = document[start.end() : end.start() if end else None].strip()
-        yield "\n\n".join(map(unwrap, re.split(r"\n(?:[ \t]*\n)+", own))) + "\n"
+        content = document[start.end() : end.start() if end else None].strip()
+        yield "\n\n".join(map(unwrap, re.split(r"\n(?:[ \t]*\n)+", content))) + "\n"
         start = GUTENBERG.search(document, end.end()) if end else None
 
 
@@ -136,13 +136,13 @@ def unwrap(paragraph: str) -> str:
 
 
 def clean_whatsapp(text: str) -> str:
-    said: list[str] = []
+    texts: list[str] = []
     for line in text.split("\n"):
         if match := WHATSAPP.match(line):
             writer = WRITER.match(line, match.end())  # None for notices, such as joining
             words = line[writer.end() :].strip("\u200e\u200f ") if writer else ""
             is_said = writer is not None and words and not SYSTEM_MESSAGE.fullmatch(words)
-            said.append(f"{writer[1].strip()}: {words}" if writer and is_said else "")
-        elif said and said[-1] and line.strip():  # continues the message
-            said[-1] += f"\n{line.strip()}"
-    return "\n".join(filter(None, said)) + "\n"
+            texts.append(f"{writer[1].strip()}: {words}" if writer and is_said else "")
+        elif texts and texts[-1] and line.strip():  # continues the message
+            texts[-1] += f"\n{line.strip()}"
+    return "\n".join(filter(None, texts)) + "\n"

@@ -1,4 +1,4 @@
-"""A recorded decoding step gives the text of the unrecorded stream, token for token."""
+"""A captured decoding step gives the text of the uncaptured stream, token for token."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from generation import stream
 from generation.completion import generate
 from generation.sampling import Sampling
 from tests.generation.helpers import CHARACTERS, CONTEXT, changed, either_way, random_model
-from tests.tape import TapeRecorder
+from tests.tape import TapeCapture
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 IMPORTED = {**MODERN, "norm_gain": True, "num_kv_heads": 1}
 
 
 @pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[TapeCapture]:
     """Decode as on a GPU, on the CPU."""
-    made: list[TapeRecorder] = []
+    made: list[TapeCapture] = []
 
-    def recorder(device: object) -> TapeRecorder:
-        made.append(TapeRecorder())
+    def capture(device: object) -> TapeCapture:
+        made.append(TapeCapture())
         return made[-1]
 
-    monkeypatch.setattr(stream, "build_recorder", recorder)
+    monkeypatch.setattr(stream, "build_capture", capture)
     monkeypatch.setattr(sampling_module, "runs_ahead", lambda device: True)
     return made
 
@@ -33,7 +33,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
 @either_way
 @pytest.mark.parametrize("form", [{}, MODERN, IMPORTED], ids=["gpt-2", "modern", "imported"])
 @pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.5}], ids=["", "penalties"])
-def test_the_text_is_that_of_the_unrecorded_stream(
+def test_the_text_is_that_of_the_uncaptured_stream(
     request: pytest.FixtureRequest, characters, sampling: Sampling, form: dict, penalties: dict
 ) -> None:
     """Rows of different lengths, to the end of the context and past it, more than once."""
@@ -41,16 +41,16 @@ def test_the_text_is_that_of_the_unrecorded_stream(
     prompts = ["a", "badge", "abcdefgh" * 2, "hh"], ["a", "badge", "hh"]
     sampling = changed(sampling, max_new_tokens=3 * CONTEXT, **penalties)
     expected = [generate(model, characters, rows, sampling) for rows in prompts]
-    recorders = request.getfixturevalue("recorders")
+    captures = request.getfixturevalue("captures")
     assert [generate(model, characters, rows, sampling) for rows in prompts] == expected
-    assert len(recorders) == 2 and [len(recorder.tapes) for recorder in recorders] == [0, 1]
+    assert len(captures) == 2 and [len(capture.tapes) for capture in captures] == [0, 1]
 
 
-def test_generation_is_unrecorded_if_recording_fails(
+def test_generation_is_uncaptured_if_recording_fails(
     monkeypatch: pytest.MonkeyPatch, characters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(TapeRecorder):
-        def record(self, work):
+    class Failing(TapeCapture):
+        def capture(self, work):
             work()
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
 
@@ -58,7 +58,7 @@ def test_generation_is_unrecorded_if_recording_fails(
     asked = Sampling(max_new_tokens=20, repetition_penalty=1.5)
     expected = generate(model, characters, rows, asked)
     say_once.cache_clear()
-    monkeypatch.setattr(stream, "build_recorder", lambda device: Failing())
+    monkeypatch.setattr(stream, "build_capture", lambda device: Failing())
     for _ in range(2):
         assert generate(model, characters, rows, asked) == expected
-    assert caplog.text.count("Recording CUDA graphs failed (CUDA error: operation not permitted when stream") == 1
+    assert caplog.text.count("Capturing CUDA graphs failed (CUDA error: operation not permitted when stream") == 1

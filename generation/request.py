@@ -1,12 +1,13 @@
-"""The flags of generate.py: defaults, ranges, help texts and contradictions. Does not import torch."""
+"""The flags of generate.py: defaults, ranges, help texts, contradictions, parsing. Does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
+from common.flags import Parser, add_debug
 from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of
 
 MAX_SAMPLES = 1_000_000  # a larger number must be a mistake
@@ -74,6 +75,22 @@ CONTRADICTIONS = {
 }
 
 
+def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
+    """Parse the command line. Raises ConfigError listing unknown flags, invalid values and contradictions."""
+    parser = Parser(
+        prog="generate.py",
+        usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
+        description="Generate text with a trained model. The same command gives the same text; change --seed for "
+        "another. --score measures how well the model predicts a text.",
+    )
+    parser.add_options(FLAGS)
+    add_debug(parser)
+    problems: list[str] = []
+    settings = parse_settings(parser.read(argv, problems), problems)
+    parser.require_none(problems)
+    return settings
+
+
 def parse_settings(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
     """Build the settings from the given flags. Append what is wrong to `problems`."""
     for_request, for_sampling = ({key: given[key] for key in given if key in keys} for keys in (REQUEST, SAMPLING))
@@ -90,11 +107,11 @@ def unescape(word: str) -> str:
     return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def list_contradictions(given: set[str]) -> list[str]:
+def list_contradictions(flags: set[str]) -> list[str]:
     """Return a problem for each contradiction between the given flags."""
     problems = [
-        f"--{flag} {why}; leave {', '.join(f'--{name}' for name in FLAGS if name in given & others)} out"
+        f"--{flag} {why}; leave {', '.join(f'--{name}' for name in FLAGS if name in flags & others)} out"
         for flag, (why, others) in CONTRADICTIONS.items()
-        if flag in given and given & others
+        if flag in flags and flags & others
     ]
-    return problems + ["--stride needs --score and the files to score"] * ("stride" in given and "score" not in given)
+    return problems + ["--stride needs --score and the files to score"] * ("stride" in flags and "score" not in flags)

@@ -47,7 +47,7 @@ class LogitDifference(NamedTuple):
         return f"{self.fp32:.2g} at most" + (rounding if self.fp64 is not None else "")
 
 
-def require_same_logits(model: TransformerLanguageModel, other: Any, tokenizer: Tokenizer) -> LogitDifference:
+def require_same_logits(model: TransformerLanguageModel, hf_model: Any, tokenizer: Tokenizer) -> LogitDifference:
     """Compare the logits of our model and one of transformers on the probe text. Return the largest difference.
 
     Raises CheckpointError if the difference exceeds
@@ -56,10 +56,10 @@ def require_same_logits(model: TransformerLanguageModel, other: Any, tokenizer: 
     even if its weights are fp64, so it gets a wider limit.
     """
     tokens = encode_probe(model, tokenizer)
-    fp32, _ = measure_difference(model, other, tokens)
+    fp32, _ = measure_difference(model, hf_model, tokens)
     if fp32 <= MAX_DIFFERENCE:
         return LogitDifference(fp32)
-    fp64, largest = measure_difference(model.double(), other.double(), tokens)
+    fp64, largest = measure_difference(model.double(), hf_model.double(), tokens)
     model.float()
     share = MAX_SHARE_MODERN if model.config.position == "rope" else MAX_SHARE_FP64
     if not fp64 <= share * largest:  # `not <=` also catches NaN
@@ -71,7 +71,7 @@ def require_same_logits(model: TransformerLanguageModel, other: Any, tokenizer: 
 
 
 @torch.inference_mode()
-def measure_difference(model: TransformerLanguageModel, other: Any, tokens: torch.Tensor) -> tuple[float, float]:
-    """Return the largest difference and the largest logit. Ids that only `other` has are not compared."""
-    logits, other_logits = model(tokens), other(tokens).logits
+def measure_difference(model: TransformerLanguageModel, hf_model: Any, tokens: torch.Tensor) -> tuple[float, float]:
+    """Return the largest difference and the largest logit. Ids that only `hf_model` has are not compared."""
+    logits, other_logits = model(tokens), hf_model(tokens).logits
     return (logits - other_logits[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()

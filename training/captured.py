@@ -1,4 +1,4 @@
-"""Record a run's steps as CUDA graphs, because small models wait for Python, not for the GPU."""
+"""Capture a run's steps as CUDA graphs, because small models wait for Python, not for the GPU."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ from collections.abc import Iterable
 
 import torch
 
-from common.graphs import GraphRecorder, Recorder
+from common.graphs import Capture, GraphCapture
 from common.output import log
 from common.script import world
 from training.config import Config
 from training.hardware import Hardware
 from training.memory import clear_frames, estimate_memory, return_freed_memory
 from training.run import Run
-from training.step import Batch, StepResult, update_keeping_gradients
+from training.step import Batch, update_keeping_gradients
 
-MAX_MEMORY_SHARE = 0.4  # a recording keeps its own activations, beside those of unrecorded work
+MAX_MEMORY_SHARE = 0.4  # a capture keeps its own activations, beside those of uncaptured work
 
 
-class RecordedStep:
-    """The recorded parts of a run's steps. What changes from step to step is in tensors at fixed addresses: tokens, the
+class CapturedStep:
+    """The captured parts of a run's steps. What changes from step to step is in tensors at fixed addresses: tokens, the
     weight of a micro-batch, the learning rate, gradients. A replay overwrites the results of the one before."""
 
-    def __init__(self, run: Run, recorder: Recorder):
+    def __init__(self, run: Run, graphs: Capture):
         self.run, device = run, run.data.device
         self.rows = run.rows_at_once
         self.inputs = [part.clone() for part in run.data.batch(0, self.rows)]
         self.weight, self.total, self.rate, self.evaluated = torch.zeros(4, device=device).unbind()
         run.optimizer.tensors()  # allocates them
-        self.warm_up(recorder)
+        self.warm_up(graphs)
         # The first pass of a step writes gradients, later ones add to them.
-        self.replay_first, _ = recorder.record(self.first_pass)
-        self.replay_next, _ = recorder.record(self.next_pass)
-        self.replay_update, self.result = recorder.record(lambda: update_keeping_gradients(run, self.total, self.rate))
+        self.replay_first, _ = graphs.capture(self.first_pass)
+        self.replay_next, _ = graphs.capture(self.next_pass)
+        self.replay_update, self.grad_norm = graphs.capture(self.update_pass)
         self.gradients = [parameter.grad for parameter in run.model.parameters()]  # keeps their memory
         run.optimizer.zero_grad(set_to_none=True)
         if run.config.eval_interval:
             run.model.eval()
-            recorder.warm_up(self.evaluation_pass)
-            self.replay_evaluation, _ = recorder.record(self.evaluation_pass)
+            graphs.warm_up(self.evaluation_pass)
+            self.replay_evaluation, _ = graphs.capture(self.evaluation_pass)
             run.model.train()
 
-    def warm_up(self, recorder: Recorder) -> None:
+    def warm_up(self, graphs: Capture) -> None:
         """Run both passes and a skipped update, and restore the counters."""
         run = self.run
-        recorder.warm_up(self.first_pass)
-        recorder.warm_up(self.next_pass)
+        graphs.warm_up(self.first_pass)
+        graphs.warm_up(self.next_pass)
         counts = [run.skips]
         if run.scaler.is_enabled():
             assert run.scaler._scale is not None and run.scaler._growth_tracker is not None  # set by the first pass
             counts += [run.scaler._scale, run.scaler._growth_tracker]
         before = [tensor.clone() for tensor in counts]
         self.total.fill_(torch.nan)
-        recorder.warm_up(lambda: update_keeping_gradients(run, self.total, self.rate))
+        graphs.warm_up(self.update_pass)
         torch._foreach_copy_(counts, before)
         run.optimizer.zero_grad(set_to_none=True)
-        return_freed_memory(run.hardware.device)  # the recordings have their own pool
+        return_freed_memory(run.hardware.device)  # the captures have their own pool
 
-    # Recorded
+    # Captured
 
     def first_pass(self) -> None:
         """Forward and backward pass of a step's first micro-batch."""
@@ -65,6 +65,9 @@ class RecordedStep:
 
     def next_pass(self) -> None:
         self.total += self.backward()
+
+    def update_pass(self) -> torch.Tensor:
+        return update_keeping_gradients(self.run, self.total, self.rate)
 
     def backward(self) -> torch.Tensor:
         run = self.run
@@ -92,10 +95,11 @@ class RecordedStep:
             replay = self.replay_next
         return self.total
 
-    def apply_update(self, lr: float) -> StepResult:
+    def update(self, lr: float) -> torch.Tensor:
+        """Update the model, and return the norm of the gradients, ()."""
         self.rate.fill_(lr)
         self.replay_update()
-        return self.result._replace(lr=lr)
+        return self.grad_norm
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss of a batch of `rows` sequences, ()."""
@@ -104,25 +108,25 @@ class RecordedStep:
         return self.evaluated
 
 
-def can_record(config: Config, hardware: Hardware, needed: int) -> bool:
-    """Return whether steps that need `needed` bytes can be recorded: on a GPU with memory for two of them, in one
+def can_capture(config: Config, hardware: Hardware, needed: int) -> bool:
+    """Return whether steps that need `needed` bytes can be captured: on a GPU with memory for two of them, in one
     process, and without activation checkpointing, which reads the random state."""
     if config.graphs == "off" or config.activation_checkpointing or world().size > 1:
         return False
     return hardware.is_cuda and needed <= MAX_MEMORY_SHARE * (hardware.memory_bytes or 0)
 
 
-def record_step(run: Run) -> RecordedStep | None:
-    """Record the steps of a run. Return None if they cannot be recorded (see `can_record`), or if that fails."""
+def capture_step(run: Run) -> CapturedStep | None:
+    """Capture the steps of a run. Return None if they cannot be captured (see `can_capture`), or if that fails."""
     needed = estimate_memory(run.config, run.model, run.hardware, run.rows_at_once)
-    if not can_record(run.config, run.hardware, needed):
+    if not can_capture(run.config, run.hardware, needed):
         return None
     try:
-        return RecordedStep(run, GraphRecorder(is_kept=True))
+        return CapturedStep(run, GraphCapture(is_kept=True))
     except RuntimeError as error:
         clear_frames(error)
         run.optimizer.zero_grad(set_to_none=True)
         run.model.train()
         return_freed_memory(run.hardware.device)
-        log.info(f"Recording CUDA graphs failed ({str(error).splitlines()[0]}); training continues without them.")
+        log.info(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); training continues without them.")
         return None

@@ -1,4 +1,4 @@
-"""Record a decoding step as a CUDA graph: choose and read a token of each row with a single launch."""
+"""Capture a decoding step as a CUDA graph: choose and read a token of each row with a single launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from common.graphs import Recorder
+from common.graphs import Capture
 from generation.sampling import Penalties, Sampling, choose
 from model import KVCache, TransformerLanguageModel
 
@@ -52,8 +52,8 @@ class StaticCache(KVCache):
         self.ends.copy_(torch.tensor(lengths))
 
 
-class RecordedDecoder:
-    """A recorded step that chooses the next token of each row and reads it. Each replay overwrites `tokens`, (B,), and
+class CapturedDecoder:
+    """A captured step that chooses the next token of each row and reads it. Each replay overwrites `tokens`, (B,), and
     the `logits` they were chosen from, (B, V)."""
 
     def __init__(
@@ -64,7 +64,7 @@ class RecordedDecoder:
         penalties: Penalties,
         uniforms: torch.Tensor,
         sampling: Sampling,
-        recorder: Recorder,
+        graphs: Capture,
     ):
         """following: logits of each row's next token, (B, V); uniforms: random numbers, (B, max_new_tokens)."""
         self.model, self.cache, self.penalties, self.sampling = model, StaticCache(cache), penalties, sampling
@@ -73,9 +73,9 @@ class RecordedDecoder:
         self.tokens = torch.zeros(len(following), dtype=torch.long, device=following.device)
         self.logits = following.float()
         with self.unchanged():
-            recorder.warm_up(self.step)
+            graphs.warm_up(self.step)
         with self.unchanged():
-            self.replay_step, _ = recorder.record(self.step)
+            self.replay_step, _ = graphs.capture(self.step)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
