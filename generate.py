@@ -14,10 +14,8 @@ from __future__ import annotations
 from common.script import check_flags, end, script
 from generation.request import Request, Sampling, parse_arguments
 
-if (
-    __name__ == "__main__"
-):  # before torch is imported, which takes seconds: --help and a wrong flag are answered at once
-    check_flags(parse_arguments)
+if __name__ == "__main__":
+    check_flags(parse_arguments)  # before importing torch, which takes seconds: --help should not wait
 
 import dataclasses
 import json

@@ -10,8 +10,8 @@ from __future__ import annotations
 from common.script import check_flags, writing_script
 from tokenization.settings import DEFAULT_FOLDER, Settings, parse_arguments
 
-if __name__ == "__main__":  # before the imports, which take a second: --help and a wrong flag should not wait
-    check_flags(parse_arguments)
+if __name__ == "__main__":
+    check_flags(parse_arguments)  # before the imports, which take a second: --help should not wait
 
 import functools
 import sys

@@ -15,8 +15,8 @@ import os
 from common.script import check_flags, end, is_rank_0, process_age, writing_script
 from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
 
-if __name__ == "__main__":  # before importing torch, which takes seconds: --help and a wrong flag should not wait
-    check_flags(parse_config)
+if __name__ == "__main__":
+    check_flags(parse_config)  # before importing torch, which takes seconds: --help should not wait
     # A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step
     # takes up to five times as long beside another busy program; with fewer, a quiet machine is
     # slower (docs/benchmarks/what_was_tried.md).
@@ -46,7 +46,7 @@ from training.compilation import prepare, retry_smaller
 from training.data import TokenData
 from training.evaluate import Answer, check_prompts, evaluate, evaluate_before_steps, record_evaluation
 from training.growth import find_growth
-from training.hardware import choose_attention, configure_device, freeze_garbage
+from training.hardware import configure_device, freeze_garbage, set_attention_backend
 from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
 from training.mirror import Mirror
 from training.parallel import max_over_ranks, on_rank_0, process_group
@@ -65,7 +65,7 @@ from training.run import Prompt, Run
 from training.saver import Saver
 from training.state import MAX_STEPS, Previous
 from training.step import forward_backward, require_stable, update
-from training.stop import Stop, signals_interrupt
+from training.stop import Stop, StopRequested, signals_interrupt
 from training.store import Store
 from training.summary import finished_message, summarize
 from training.tracker import require_tracker
@@ -121,7 +121,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
     """
     with process_group(config), contextlib.ExitStack() as stack:
         run, previous = make_run(config, stack)
-        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+        with run.memory_advice():
             has_summary = start_or_resume(run, previous)
             clock = Clock(run, started)
             with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
@@ -130,11 +130,13 @@ def train(config: Config, started: float, ends_process: bool) -> int:
                 else:
                     prepare_run_folder(run)
                     print_start(run, clock)
-                    report, answers = take_steps(run, clock, stop, saver)
-                    if run.is_done:
-                        saver.wait()
-                        summarize(run, report, answers)
-                        has_summary = True
+                    with contextlib.suppress(StopRequested):  # a signal has abandoned a long step or evaluation
+                        report, answers = take_steps(run, clock, stop, saver)
+                        if run.is_done:
+                            saver.wait()
+                            summarize(run, report, answers)
+                            has_summary = True
+                    saver.save_unsaved_step()  # after a signal or a limit
     if has_summary:
         return INTERRUPTED if stop.requested and not ends_process else 0
     return print_stop(run, clock)
@@ -157,7 +159,7 @@ def take_steps(
         while not (run.is_done or stop.agreed or state.step >= max_steps):
             if run.evaluation_due:  # the last session may have stopped during it
                 report.announce_evaluation()
-                with clock.evaluating(), stop.abandonable(is_long=True):
+                with clock.evaluating(), stop.abandonable(is_long=True), run.memory_advice():
                     evaluation = evaluate(run)
                 (elapsed,) = max_over_ranks(clock.elapsed)
                 if record_evaluation(run, evaluation, elapsed):
@@ -181,9 +183,10 @@ def take_steps(
 
 
 def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float]:
-    """Agree with the other processes, once a step, whether to stop and to save. Return the elapsed
-    and the ending seconds, the largest of all processes."""
-    wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
+    """Agree with the other processes, once a step, whether to stop (`stop.agreed`) and to save
+    (`saver.checkpoint_due`): if any of them wants to. Return the elapsed and the ending seconds, the
+    largest of all processes."""
+    wants_to_stop = stop.requested or bool(clock.max_hours_message) or saver.is_overtaken
     wants_to_save = saver.checkpoint_due or saver.minutes_passed
     stops, saves, elapsed, ending = max_over_ranks(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
     stop.agreed = bool(stops)
@@ -202,8 +205,9 @@ class Inputs(NamedTuple):
     lora: LoRA | None
 
 
-def find_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Inputs:
-    """Find the checkpoint to continue and the prompts, and find or make the tokens. Rank 0 does this."""
+def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Inputs:
+    """Lock the run folder until `lock` is closed, find or restore the checkpoint to continue, and find
+    or make the tokens. Rank 0 does this."""
     if lock is None:
         previous = find_previous(config, mirror)
     else:
@@ -241,7 +245,7 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     """
     require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
-    previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: find_inputs(config, mirror, lock))
+    previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: prepare_inputs(config, mirror, lock))
     was_compiled = previous.saved.state.compiled if previous.saved else None
     hardware = configure_device(config, shape, was_compiled, estimate_steps(config, data_dir, shape.max_seq_len))
     print(hardware.describe())
@@ -249,7 +253,7 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
         return_freed_memory(hardware.device)
 
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
-    choose_attention(data.layout.has_mask)
+    set_attention_backend(data.layout.has_mask)
     print(data.describe() + describe_repetition(data.windows, config))
     check_prompts(prompts, data)
 
@@ -273,7 +277,7 @@ def profile(config: Config) -> None:
     """--profile: print the longest operations of a step. Writes no run."""
     with process_group(config), signals_interrupt():
         run, _ = make_run(config)
-        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+        with run.memory_advice():
             inspections.profile(run)
 
 
@@ -282,7 +286,7 @@ def dry_run(config: Config, started: float) -> None:
     run would take. Raises what would prevent the run."""
     with process_group(config), signals_interrupt():
         run, previous = make_run(config)
-        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
+        with run.memory_advice():
             mirror, run.mirror = run.mirror, None
             with inspections.temporary_folder(run):
                 start_or_resume(run, previous)

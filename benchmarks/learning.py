@@ -72,7 +72,7 @@ def train(words: Sequence[str], run_dir: Path, threads: int | None) -> dict[str,
     return {"tokens": rows[-1]["tokens"], "lowest": min(loss for _, loss in curve), "curve": curve}
 
 
-def format_table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+def _format_table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """Return a table of the variants: the lowest loss of each seed, the mean, the difference from the first variant."""
     means = {name: fmean(run["lowest"] for run in seeds.values()) for name, seeds in results.items()}
     first, rows = next(iter(means.values())), []
@@ -117,7 +117,7 @@ def measure_sizes(words: Sequence[str]) -> dict[str, Any]:
     return {"parameters": parameters, "bytes": size, "passes": config.epochs, "width": config.embed_dim}
 
 
-def fit_law(runs: Sequence[Mapping[str, Any]]) -> Law:
+def _fit_law(runs: Sequence[Mapping[str, Any]]) -> Law:
     """Fit the law to runs: Adam on the Huber loss, in the logarithms of its constants, from several starts."""
     inputs = [torch.tensor([float(run[key]) for run in runs]) for key in ("parameters", "bytes", "passes")]
     measured = torch.tensor([run["lowest"] for run in runs])
@@ -137,7 +137,7 @@ def fit_law(runs: Sequence[Mapping[str, Any]]) -> Law:
 def judge_law(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of what the law predicts for each run, including the held-out ones, and the law."""
     unseen = runs[HOLD_OUT_EVERY // 2 :: HOLD_OUT_EVERY]
-    law = fit_law([run for run in runs if run not in unseen])
+    law = _fit_law([run for run in runs if run not in unseen])
     rows = []
     for run in runs:
         predicted = law.loss(run["parameters"], run["bytes"], run["passes"])
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (name, seed, _), result in zip(tasks, pool.map(run_task, tasks), strict=True):
             results.setdefault(name, {})[seed] = result
             values = {"machine": describe_machine(flags.device), "runs": results}
-            write_results(stem, "Learning", values, format_table(results))
+            write_results(stem, "Learning", values, _format_table(results))
     if flags.law:
         runs = [run | measure_sizes(variants[name]) for name, seeds in results.items() for run in seeds.values()]
         write_results(stem, "The law", values | {"runs": runs}, judge_law(runs))

@@ -64,17 +64,17 @@ GENERATION_CASES = [(1, 16), (1, 128), (1, 512), (1, 900), (4, 16), (16, 16), (3
 NEW_TOKENS = 24
 
 
-def materialized_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+def _materialized_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
     """Causal attention with all scores in memory, as textbooks write it. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
     future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, T)
     return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
-def build_step(techniques: Sequence[str], config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+def _build_step(techniques: Sequence[str], config: Config, folder: str, device: torch.device) -> Callable[[], object]:
     """Return a training step with these techniques; all have fp32 weights, AdamW, and gradients clipped at 1."""
     if "flash attention" not in techniques:
-        F.scaled_dot_product_attention = cast(Any, materialized_attention)
+        F.scaled_dot_product_attention = cast(Any, _materialized_attention)
     model = TransformerLanguageModel(config.shape(config.vocab_size)).to(device)
     step_model = torch.compile(model) if "compile" in techniques else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
@@ -101,7 +101,7 @@ def build_step(techniques: Sequence[str], config: Config, folder: str, device: t
     return take_step
 
 
-def draw_ladder(medians: dict[str, float], title: str, path: Path) -> None:
+def _draw_ladder(medians: dict[str, float], title: str, path: Path) -> None:
     figure, values = Figure(figsize=(8, 3.2), layout="constrained"), list(medians.values())
     axes = figure.subplots()
     bars = axes.barh(list(medians), values)
@@ -111,7 +111,7 @@ def draw_ladder(medians: dict[str, float], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def build_nanogpt(path: str, config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+def _build_nanogpt(path: str, config: Config, folder: str, device: torch.device) -> Callable[[], object]:
     """Return a step of nanoGPT's model and optimizer as its train.py takes it, on batches stacked row by row.
 
     CPU: fp32, eager, unfused AdamW. CUDA: compiled, bf16 (or fp16 if the GPU lacks it), TF32, fused AdamW. Its head is
@@ -164,7 +164,7 @@ def build_nanogpt(path: str, config: Config, folder: str, device: torch.device) 
     return step
 
 
-def time_generation(device: torch.device, toy: bool) -> str:
+def _time_generation(device: torch.device, toy: bool) -> str:
     """Time GPT-2 small's generation per token, without the prompt, at several batch sizes and lengths."""
     torch.manual_seed(0)
     sizes = (80, 64, 2, 2) if toy else (32_000, 768, 12, 12)
@@ -180,7 +180,7 @@ def time_generation(device: torch.device, toy: bool) -> str:
     return markdown_table(["texts x tokens held", "ms a step", "tokens/s"], rows[1:])
 
 
-def time_tokenizing(text: str, toy: bool) -> str:
+def _time_tokenizing(text: str, toy: bool) -> str:
     """Time the pre-tokenizer: the whole command, training the vocabulary alone, encoding alone."""
     vocab_size, sources = 400 if toy else 32_000, find_sources([text])
     megabytes = sum(len(block) for source in sources for block in read_blocks(source)) / MEGABYTE
@@ -225,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     stem = Path(flags.output_dir) / f"speed_ladder-{machine_slug(machine)}"
     if flags.generation or flags.tokenizing:
         kind = "tokenizing" if flags.tokenizing else "generation"
-        table = time_tokenizing(flags.tokenizing, flags.toy) if flags.tokenizing else time_generation(device, flags.toy)
+        table = (
+            _time_tokenizing(flags.tokenizing, flags.toy) if flags.tokenizing else _time_generation(device, flags.toy)
+        )
         stem = stem.with_name(stem.name.replace("speed_ladder", kind))
         write_results(stem, f"{kind.capitalize()} on this machine", {"machine": machine}, table)
         return 0
@@ -236,9 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rung == "this trainer":
             take_step: Callable[[], object] = TimedRun.open([*words, "--data_dir", folder]).step
         elif rung == "nanoGPT":
-            take_step = build_nanogpt(flags.nanogpt, config, folder, device)
+            take_step = _build_nanogpt(flags.nanogpt, config, folder, device)
         else:
-            take_step = build_step(RUNGS[: RUNGS.index(rung) + 1], config, folder, device)
+            take_step = _build_step(RUNGS[: RUNGS.index(rung) + 1], config, folder, device)
         take_step()  # compiles
         print(time_steps(take_step, torch.cuda.synchronize if device.type == "cuda" else int, flags.seconds)[0])
         return 0
@@ -253,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured, table = measure_in_turn(commands, flags.rounds, tokens)
     write_results(stem, f"Speed ladder: {title}", {"machine": machine, "rungs": measured}, table)
     medians = {rung: statistics.median(seconds) for rung, seconds in measured.items()}
-    draw_ladder(medians, title, stem.with_suffix(".png"))
+    _draw_ladder(medians, title, stem.with_suffix(".png"))
     return 0
 
 

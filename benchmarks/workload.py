@@ -37,7 +37,7 @@ class TimedRun(Run):
 
     def step(self) -> None:
         """Take one step as the trainer does when it does not report."""
-        self.loss = train_step(self).loss
+        self.loss, _ = train_step(self)
         self.advance()
 
 

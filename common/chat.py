@@ -94,7 +94,7 @@ class ChatTemplate:
             ].tolist()
             return ids
 
-        return without_oldest_turns(messages, room, encode)
+        return _without_oldest_turns(messages, room, encode)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -135,7 +135,7 @@ class ChatML:
         """Return the ids of `messages` up to the beginning of the next answer. See `ChatTemplate.prompt_ids`."""
         begin, _ = self.special_ids(tokenizer)
         asks = [begin, *tokenizer.encode("assistant\n").tolist()]
-        return without_oldest_turns(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
+        return _without_oldest_turns(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
 
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -156,7 +156,7 @@ def template_from_dict(values: Any) -> Template:
     return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
 
 
-def without_oldest_turns(
+def _without_oldest_turns(
     messages: Sequence[Message], room: int | None, encode: Callable[[Sequence[Message]], list[int]]
 ) -> list[int]:
     """Encode the messages without the oldest questions and answers that do not fit in `room` (None: keep all)."""

@@ -289,13 +289,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if path.is_file():
         folder = f" Name its folder, {path.parent}, instead." if (path.parent / "config.json").is_file() else ""
-        raise CheckpointError(f"{path} is a file, not a checkpoint folder.{folder}{list_checkpoints()}")
+        raise CheckpointError(f"{path} is a file, not a checkpoint folder.{folder}{_list_checkpoints()}")
     if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
+        raise CheckpointError(f"There is no checkpoint folder {path}.{_list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):
         checkpoint = find_newest_valid(path / "checkpoints", path)
         if checkpoint is None:
-            raise CheckpointError(f"The run {path} has no checkpoint yet.{list_checkpoints()}")
+            raise CheckpointError(f"The run {path} has no checkpoint yet.{_list_checkpoints()}")
         return checkpoint
     if run_steps(path):  # runs/, or a --checkpoint_dir
         return open_checkpoint(find_newest_run(path))
@@ -303,10 +303,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if (path / "pytorch_model.bin").exists():
             return Checkpoint(path)
         if not any((path / name).exists() for name in ("model.safetensors", "config.json")):
-            raise CheckpointError(f"{path} is not a checkpoint or run folder.{list_checkpoints()}")
+            raise CheckpointError(f"{path} is not a checkpoint or run folder.{_list_checkpoints()}")
     problems = find_problems(path)
     if problems:
-        raise CheckpointError(describe_damage(path, problems) + list_checkpoints())
+        raise CheckpointError(describe_damage(path, problems) + _list_checkpoints())
     return Checkpoint(path)
 
 
@@ -323,6 +323,6 @@ def find_newest_run(runs: Path = Path("runs")) -> Path:
     return parent.parent if parent.name == "checkpoints" else parent
 
 
-def list_checkpoints() -> str:
+def _list_checkpoints() -> str:
     existing = [str(path) for path in run_steps(Path("runs"))]
     return f" Checkpoints in runs/: {', '.join(existing)}." if existing else ""

@@ -90,7 +90,7 @@ def require_regular(path: Path, error: type[UserError]) -> None:
         raise error(f"{path} is not a regular file. Write its content to a file first.")
 
 
-def decode_small(content: bytes) -> str:
+def _decode_small(content: bytes) -> str:
     """Decode UTF-8, or the UTF-16 of Windows programs, without its byte order mark."""
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return content.decode("utf-16" if is_utf16 else "utf-8-sig")
@@ -102,7 +102,7 @@ def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
     path = Path(path)
     require_regular(path, error)
     try:
-        return decode_small(path.read_bytes()).replace("\r\n", "\n")
+        return _decode_small(path.read_bytes()).replace("\r\n", "\n")
     except FileNotFoundError:
         raise error(f"No such file: {path} ({flag}).") from None
     except UnicodeDecodeError as problem:
@@ -114,7 +114,7 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     path = Path(path)
     require_regular(path, error)
     try:
-        value = json.loads(decode_small(path.read_bytes()))
+        value = json.loads(_decode_small(path.read_bytes()))
     except FileNotFoundError:
         raise error(f"No such file: {path}.") from None
     except UnicodeDecodeError as problem:

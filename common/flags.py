@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             takes: dict[str, Any] = {"nargs": "?", "const": True, "action": "append" if is_tuple(f) else "store"}
             if extras(f).get("many"):
                 takes = {"nargs": "*", "action": "extend"}
-            metavar = "|".join(choices_of(f) or [metavar_of(f)])
+            metavar = "|".join(choices_of(f) or [_metavar_of(f)])
             groups[heading].add_argument(
                 f"--{key}", default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
             )
@@ -149,7 +149,7 @@ def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def metavar_of(f: FieldInfo) -> str:
+def _metavar_of(f: FieldInfo) -> str:
     """Return the name of a field's value in --help."""
     return "" if f.default is False else str(extras(f).get("metavar") or METAVARS[kind_of(f)])
 
@@ -159,10 +159,10 @@ def convert(typed: Any, f: FieldInfo) -> Any:
     if isinstance(typed, list):
         return tuple(convert(word, f) for word in typed)
     is_text = kind_of(f) is str and "switch" not in extras(f)
-    return typed if is_text or not isinstance(typed, str) else parse_word(typed)
+    return typed if is_text or not isinstance(typed, str) else _parse_word(typed)
 
 
-def parse_word(word: str) -> Any:
+def _parse_word(word: str) -> Any:
     """Convert a word to a number or boolean (64, 1_000, 3e-4, true), or return it unchanged."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"

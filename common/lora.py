@@ -113,7 +113,7 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
     found = [place for place in places if os.path.isfile(stored_weights(place))]
     for place in found:
         file = stored_weights(place)
-        if cached_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) == lora.revision:
+        if _cached_sha256(file, file.stat().st_size, file.stat().st_mtime_ns) == lora.revision:
             return place
     if not found:
         raise CheckpointError(
@@ -133,6 +133,6 @@ def stored_weights(folder: Path) -> Path:
 
 
 @functools.cache
-def cached_sha256(file: Path, size: int, changed: int) -> str:
+def _cached_sha256(file: Path, size: int, changed: int) -> str:
     """Return the SHA-256 of a file, computed once for each size and time of change. Half a gigabyte takes a second."""
     return sha256_file(file)

@@ -114,7 +114,7 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 @lru_cache(maxsize=1)
-def cpu_info() -> str:
+def _cpu_info() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -123,7 +123,7 @@ def cpu_info() -> str:
 
 def cpu_bf16_flag() -> str | None:
     """Return the instruction set that makes bf16 fast on this CPU; None if there is none or it is unknown."""
-    return bf16_flag(cpu_info(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
+    return bf16_flag(_cpu_info(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 
 
 def bf16_flag(info: str, limit: str) -> str | None:
@@ -136,7 +136,7 @@ def bf16_flag(info: str, limit: str) -> str | None:
 
 
 def cpu_name() -> str:
-    lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
+    lines = (line for line in _cpu_info().splitlines() if line.startswith("model name"))
     model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
     # The limit makes PyTorch use kernels for other CPUs, so timings do not count for this one.
     limit = f", limited to {os.environ[CPU_LIMIT_VARIABLE].upper()}" if os.environ.get(CPU_LIMIT_VARIABLE) else ""
@@ -152,21 +152,21 @@ CGROUP_MEMORY = (
 
 def total_ram() -> int | None:
     """Return the bytes of memory of this machine or container; None if unknown."""
-    limit, _ = read_container_memory()
-    return min_known(memory_info("MemTotal"), limit)
+    limit, _ = _read_container_memory()
+    return _min_known(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
     """Return the bytes of memory that a process could use without swapping; None if unknown."""
-    limit, used = read_container_memory()
-    return min_known(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
+    limit, used = _read_container_memory()
+    return _min_known(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
 
-def min_known(*values: int | None) -> int | None:
+def _min_known(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def read_container_memory() -> tuple[int | None, int]:
+def _read_container_memory() -> tuple[int | None, int]:
     """Return (limit, used) in bytes; the limit is None outside a container."""
     for limit, used in CGROUP_MEMORY:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit

@@ -98,7 +98,7 @@ def wrap(main: Main, full_disk: type[UserError] | None) -> Script:
                 reconfigure(errors="replace")  # a terminal or Windows pipe may not show all characters
         print_log()
         try:
-            with safe_output() if full_disk else contextlib.nullcontext():
+            with _safe_output() if full_disk else contextlib.nullcontext():
                 done = main(argv) or 0
             sys.stdout.flush()  # an error at exit would come too late to report
             return done
@@ -193,7 +193,7 @@ def drop(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def safe_output() -> Iterator[None]:
+def _safe_output() -> Iterator[None]:
     """Ignore errors of printing in this context, and print on rank 0 only."""
     with contextlib.ExitStack() as stack:
         out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))

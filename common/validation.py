@@ -73,36 +73,36 @@ def extras(f: FieldInfo) -> dict[str, Any]:
     return f.json_schema_extra if isinstance(f.json_schema_extra, dict) else {}
 
 
-def parts_of(annotation: Any) -> Any:
+def _parts_of(annotation: Any) -> Any:
     """Return an annotation without None and without pydantic's metadata."""
     if get_origin(annotation) is Annotated:
-        return parts_of(get_args(annotation)[0])
+        return _parts_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return parts_of(next(item for item in get_args(annotation) if item is not NoneType))
+        return _parts_of(next(item for item in get_args(annotation) if item is not NoneType))
     return annotation
 
 
 def is_tuple(f: FieldInfo) -> bool:
-    return get_origin(parts_of(f.annotation)) is tuple
+    return get_origin(_parts_of(f.annotation)) is tuple
 
 
 def kind_of(f: FieldInfo) -> type:
     """Return int, float, bool or str; for a tuple, the type of its items."""
-    kind = parts_of(f.annotation)
+    kind = _parts_of(f.annotation)
     if get_origin(kind) is tuple:
-        kind = parts_of(get_args(kind)[0])
+        kind = _parts_of(get_args(kind)[0])
     return str if get_origin(kind) is Literal else kind
 
 
 def choices_of(f: FieldInfo) -> tuple[str, ...]:
     """Return the allowed values of a Literal field, else ()."""
-    kind = parts_of(f.annotation)
+    kind = _parts_of(f.annotation)
     if get_origin(kind) is tuple:
-        kind = parts_of(get_args(kind)[0])
+        kind = _parts_of(get_args(kind)[0])
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
-def limits_of(f: FieldInfo) -> list[tuple[str, float]]:
+def _limits_of(f: FieldInfo) -> list[tuple[str, float]]:
     """Return the limits of a field: [("at least", 1), ("less than", 10)]."""
     return [
         (words, getattr(item, name))
@@ -165,7 +165,7 @@ def attempt(
     except ValidationError as error:
         wrong: dict[str, list[str]] = {}
         for item in error.errors(include_url=False):  # a tuple has one per item; the first counts
-            wrong.setdefault(str(item["loc"][0]) if item["loc"] else "", describe_problem(item, names, fields))
+            wrong.setdefault(str(item["loc"][0]) if item["loc"] else "", _describe_problem(item, names, fields))
         return None, wrong
 
 
@@ -178,7 +178,7 @@ def normalize(value: Any, f: FieldInfo) -> Any:
     return value
 
 
-def describe_problem(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
+def _describe_problem(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
     """Describe one of pydantic's errors."""
     if error["type"] == "value_error":  # our own validators list their problems
         return str(error["ctx"]["error"]).splitlines()
@@ -188,7 +188,7 @@ def describe_problem(error: Any, names: Mapping[str, str], fields: Mapping[str, 
         return [f"{name} is missing"]
     f = fields.get(key) if not [item for item in inside if not isinstance(item, int)] else None
     is_missing = name.startswith("--") and (error["input"] is True or error["input"] == ())
-    return [f"{name} is {'missing' if is_missing else quote(error['input'])}; {describe_needed(error, f)}"]
+    return [f"{name} is {'missing' if is_missing else quote(error['input'])}; {_describe_needed(error, f)}"]
 
 
 def quote(value: Any) -> str:
@@ -196,14 +196,14 @@ def quote(value: Any) -> str:
     return words if len(words) <= 100 else f"{words[:100]} ..."
 
 
-def describe_needed(error: Any, f: FieldInfo | None) -> str:
+def _describe_needed(error: Any, f: FieldInfo | None) -> str:
     """Describe the value that is needed."""
     kind, context = error["type"], error.get("ctx", {})
     if f is not None and (choices := choices_of(f)):
         near = suggest(error["input"], choices) if isinstance(error["input"], str) else ""
         return f"allowed: {', '.join(choices)}.{near}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        limits = limits_of(f) if f else []
+        limits = _limits_of(f) if f else []
         limits = limits or [(words, context[name]) for name, words in LIMIT_WORDS.items() if name in context]
         return f"allowed: {' and '.join(f'{words} {limit:,}' for words, limit in limits)}"
     if kind == "too_short" and f is not None:

@@ -31,7 +31,7 @@ def require_gguf_export(path: str | Path, file: Path, ollama: bool = False) -> N
     Raises ConfigError if llama.cpp cannot run the model, or if `file`, or with `ollama` the Modelfile beside it,
     exists.
     """
-    for output, flag in ((file, "--gguf"), (modelfile_path(file), "--ollama")):
+    for output, flag in ((file, "--gguf"), (_modelfile_path(file), "--ollama")):
         if output.exists() and (ollama or output is file):
             raise ConfigError(f"{output}, which {flag} would write, already exists. Name a new file.")
     checkpoint = open_checkpoint(path)
@@ -49,14 +49,14 @@ def find_or_write_gguf(checkpoint: Checkpoint, name: str) -> Path:
     if file.exists() and file.stat().st_mtime_ns >= weights:
         return file
     try:
-        convert_checkpoint(checkpoint, file, name, "f16")
+        _convert_checkpoint(checkpoint, file, name, "f16")
     except OSError as problem:
         if problem.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         file = CACHE_FOLDER.expanduser() / f"{checkpoint.weights_sha256()}.gguf"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            convert_checkpoint(checkpoint, file, name, "f16")
+            _convert_checkpoint(checkpoint, file, name, "f16")
     return file
 
 
@@ -66,7 +66,7 @@ def export_gguf(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
     Raises what `write_gguf` raises.
     """
     checkpoint = open_checkpoint(path)
-    model, tokenizer = convert_checkpoint(checkpoint, file, file.stem, gguf_type)
+    model, tokenizer = _convert_checkpoint(checkpoint, file, file.stem, gguf_type)
     template, prompt = checkpoint.chat_template(), example_prompt(checkpoint, tokenizer)
     print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
     if model.config.activation == "gelu":
@@ -74,16 +74,16 @@ def export_gguf(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
             "llama.cpp's GPT-2 uses the tanh approximation of GELU and this model the exact one: logits differ a "
             "little."
         )
-    print_commands("With llama.cpp", llama_command(file, model.config, prompt, template))
+    _print_commands("With llama.cpp", llama_command(file, model.config, prompt, template))
     if ollama:
-        with atomic_write(modelfile_path(file)) as written:
+        with atomic_write(_modelfile_path(file)) as written:
             written.write(build_modelfile(file, model.config, tokenizer, template).encode())
-        print_commands("With Ollama", ollama_commands(file, prompt))
+        _print_commands("With Ollama", ollama_commands(file, prompt))
     else:
         print("\nAdd --ollama to write a Modelfile for Ollama, too.")
 
 
-def convert_checkpoint(
+def _convert_checkpoint(
     checkpoint: Checkpoint, file: Path, name: str, gguf_type: str
 ) -> tuple[TransformerLanguageModel, Tokenizer]:
     """Load the checkpoint, write it as `file` with its chat template, and return its model and tokenizer."""
@@ -94,11 +94,11 @@ def convert_checkpoint(
     return model, tokenizer
 
 
-def print_commands(title: str, lines: str) -> None:
+def _print_commands(title: str, lines: str) -> None:
     print(f"\n{title}:\n" + "".join(f"\n  {line}" for line in lines.splitlines()))
 
 
-def modelfile_path(file: Path) -> Path:
+def _modelfile_path(file: Path) -> Path:
     return file.with_name("Modelfile")
 
 
@@ -150,4 +150,4 @@ def build_modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, templ
 
 def ollama_commands(file: Path, prompt: str) -> str:
     name = re.sub(r"[^a-z0-9._-]+", "-", file.stem.lower()).strip("-._") or "model"
-    return f"ollama create {name} -f {shlex.quote(str(modelfile_path(file)))}\nollama run {name} {shlex.quote(prompt)}"
+    return f"ollama create {name} -f {shlex.quote(str(_modelfile_path(file)))}\nollama run {name} {shlex.quote(prompt)}"

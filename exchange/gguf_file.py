@@ -69,7 +69,7 @@ def find_bpe_obstacle(tokenizer: BPETokenizer) -> str:
             return f"strips spaces or matches whole words with the added token {token['content']!r:.60}"
     # llama.cpp ignores merges (a word that is a token is taken whole) exactly for Llama 3's pre-tokenizer.
     if bool(model.get("ignore_merges")) != (tokenizer.splitting == "llama-bpe"):
-        reachable = {token["content"] for token in added} | {"".join(pair) for pair in read_merges(content)}
+        reachable = {token["content"] for token in added} | {"".join(pair) for pair in _read_merges(content)}
         if unreachable := [token for token in model["vocab"] if len(token) > 1 and token not in reachable]:
             return f"has tokens that no merge creates, such as {unreachable[0]!r:.60}"
     return ""
@@ -80,7 +80,7 @@ def is_special_name(name: str) -> bool:
     return name.startswith("<|") and name.endswith("|>")
 
 
-def read_merges(content: dict[str, Any]) -> list[list[str]]:
+def _read_merges(content: dict[str, Any]) -> list[list[str]]:
     """Return the merges of a `tokenizers` file; older files store each pair as one string."""
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in content["model"]["merges"]]
 
@@ -113,18 +113,18 @@ def write_gguf(
     with atomic_write(path) as file:
         writer = gguf.GGUFWriter(file.name, choose_hf_model_type(model.config))  # writes to the temporary file's name
         try:
-            add_shape(writer, model.config, name)
-            writer.add_file_type(file_type(gguf_type))
+            _add_shape(writer, model.config, name)
+            writer.add_file_type(_file_type(gguf_type))
             if gguf_type == "q8_0":
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             if isinstance(tokenizer, CharacterTokenizer):
-                add_characters(writer, tokenizer, model.config.vocab_size)
+                _add_characters(writer, tokenizer, model.config.vocab_size)
             else:
-                add_bpe(writer, tokenizer, model.config.vocab_size)
+                _add_bpe(writer, tokenizer, model.config.vocab_size)
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
             for tensor_name, tensor in tensors.items():
-                stored = choose_storage(tensor_name, tensor, gguf_type)
+                stored = _choose_storage(tensor_name, tensor, gguf_type)
                 writer.add_tensor(tensor_name, gguf.quants.quantize(tensor.numpy(), stored), raw_dtype=stored)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -133,14 +133,14 @@ def write_gguf(
             writer.close()
 
 
-def file_type(gguf_type: str) -> int:
+def _file_type(gguf_type: str) -> int:
     """Return llama.cpp's number for the file's main weight type."""
     from gguf import LlamaFileType
 
     return {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}[gguf_type]
 
 
-def choose_storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantizationType:
+def _choose_storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantizationType:
     """Return the type in which a tensor is stored, as llama.cpp's converter does.
 
     Gains, biases and positions stay in fp32. Rows that are not whole q8_0 blocks are stored as f16.
@@ -157,7 +157,7 @@ def choose_storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGML
 def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under GGUF's names, oriented as in nn.Linear.
 
-    llama.cpp's "llama" applies RoPE to neighbouring pairs, transformers to the halves of a head: `interleave_halves`.
+    llama.cpp's "llama" applies RoPE to neighbouring pairs, transformers to the halves of a head: `_interleave_halves`.
     """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -170,9 +170,9 @@ def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torc
         if kind == "gpt2" and name.startswith("blk.") and tensor.dim() == 2:  # GPT-2's Conv1D stores (in, out)
             tensor = tensor.T
         elif kind == "llama" and ".attn_q." in name:
-            tensor = interleave_halves(tensor, config.num_heads)
+            tensor = _interleave_halves(tensor, config.num_heads)
         elif kind == "llama" and ".attn_k." in name:
-            tensor = interleave_halves(tensor, config.num_kv_heads)
+            tensor = _interleave_halves(tensor, config.num_kv_heads)
         yield name, tensor.contiguous()
     if config.rope_scaling:
         half = config.head_dim // 2
@@ -183,12 +183,12 @@ def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torc
         )  # llama.cpp divides the frequencies by this
 
 
-def interleave_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _interleave_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Interleave the halves of each head in the rows of a q or k projection, (heads * D, C) or (heads * D,)."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)  # (heads, D/2, 2, C)
 
 
-def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
+def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
     writer.add_name(replace_surrogates(name))
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.embed_dim)
@@ -207,7 +207,7 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
         writer.add_vocab_size(config.vocab_size)
 
 
-def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:
+def _add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:
     """Add a byte-level BPE vocabulary, spelled in GPT-2's byte-to-unicode mapping.
 
     Ids without a token get a name with a space, which no text can produce in that spelling, and are never sampled.
@@ -227,7 +227,7 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
     writer.add_tokenizer_pre(tokenizer.splitting)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in read_merges(content)])
+    writer.add_token_merges([" ".join(pair) for pair in _read_merges(content)])
     writer.add_add_bos_token(tokenizer.bos_id is not None)
     # Without these, llama.cpp uses id 11 as the beginning and the end of a text.
     other = next(iter(tokenizer.unused_ids), vocab_size - 1)
@@ -238,7 +238,7 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
             add(tokenizer.special_ids[token])
 
 
-def add_characters(writer: gguf.GGUFWriter, tokenizer: CharacterTokenizer, vocab_size: int) -> None:
+def _add_characters(writer: gguf.GGUFWriter, tokenizer: CharacterTokenizer, vocab_size: int) -> None:
     """Add a character vocabulary as an RWKV tokenizer, which always takes the longest matching token.
 
     Each token is the UTF-8 bytes of one character. Unlike "gpt2", RWKV needs no special token, so no character ends

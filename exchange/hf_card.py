@@ -55,18 +55,18 @@ def build_model_card(checkpoint: Checkpoint, model: TransformerLanguageModel, to
     """Return the card of the model that is exported to the folder `name`."""
     is_chat = checkpoint.chat_template() is not None
     prompt = json.dumps(example_prompt(checkpoint, tokenizer))
-    rows = [f"| {key} | {cell(replace_surrogates(value))} |" for key, value in list_facts(checkpoint, model)]
+    rows = [f"| {key} | {cell(replace_surrogates(value))} |" for key, value in _list_facts(checkpoint, model)]
     return CARD.format(
         name=cell(name),
         model_class=CONVERSIONS[choose_hf_model_type(model.config)].model_class,
         path=json.dumps(name),
         ask=(TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT).format(prompt=prompt),
-        note=usage_note(tokenizer, is_chat),
+        note=_usage_note(tokenizer, is_chat),
         facts="\n".join(rows),
     )
 
 
-def usage_note(tokenizer: Tokenizer, is_chat: bool) -> str:
+def _usage_note(tokenizer: Tokenizer, is_chat: bool) -> str:
     """Return the one thing that a user of this model is likely to get wrong."""
     if tokenizer.kind == "character":
         return "Every token is a character. Characters that the model was not trained on become `<|unk|>`."
@@ -75,9 +75,9 @@ def usage_note(tokenizer: Tokenizer, is_chat: bool) -> str:
     return "Texts end with `tokenizer.eos_token_id`. Its name in a prompt is read as plain characters."
 
 
-def list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel) -> list[tuple[str, str]]:
+def _list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel) -> list[tuple[str, str]]:
     """Return rows (name, value) on the model and its training."""
-    c, saved = model.config, try_read_state(checkpoint)
+    c, saved = model.config, _try_read_state(checkpoint)
     rows = [
         ("parameters", f"{model.num_parameters():,}"),
         ("layers x width, heads", f"{c.num_layers} x {c.embed_dim}, {c.num_heads}"),
@@ -97,7 +97,7 @@ def list_facts(checkpoint: Checkpoint, model: TransformerLanguageModel) -> list[
     ]
 
 
-def try_read_state(checkpoint: Checkpoint) -> Saved | None:
+def _try_read_state(checkpoint: Checkpoint) -> Saved | None:
     """Return the training state, or None if there is none that can be read."""
     with contextlib.suppress(CheckpointError):
         return read_state(checkpoint)

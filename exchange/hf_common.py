@@ -50,7 +50,7 @@ def linear_entries(ours: str, theirs: Sequence[str], has_bias: bool, rows: tuple
     ]
 
 
-def expand_layers(table: Table, config: ModelConfig) -> Iterator[TensorEntry]:
+def _expand_layers(table: Table, config: ModelConfig) -> Iterator[TensorEntry]:
     """Yield each entry, per-layer entries once per layer."""
     for entry in table:
         for layer in range(config.num_layers if "{}" in entry.ours else 1):
@@ -61,7 +61,7 @@ def expand_layers(table: Table, config: ModelConfig) -> Iterator[TensorEntry]:
 
 def to_hf_tensors(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
     tensors: Tensors = {}
-    for entry in expand_layers(table, config):
+    for entry in _expand_layers(table, config):
         if (tensor := state.get(entry.ours)) is None:
             assert entry.default is not None, entry.ours
             tensor = entry.default.clone()  # safetensors refuses shared memory
@@ -70,7 +70,7 @@ def to_hf_tensors(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
 
 
 def from_hf_tensors(table: Table, config: ModelConfig, tensors: Tensors) -> Tensors:
-    return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in expand_layers(table, config)}
+    return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in _expand_layers(table, config)}
 
 
 def build_config(**values: Any) -> ModelConfig:

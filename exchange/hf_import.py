@@ -53,7 +53,7 @@ def import_model(name: str, out: Path) -> ImportResult:
     require_new(out)
     folder = Path(name)
     if not folder.exists() and HUB_NAME.fullmatch(name):
-        folder = download_model(name)
+        folder = _download_model(name)
     if not folder.is_dir():
         raise CheckpointError(f"No such folder: {folder}. Name a Hugging Face model folder.")
     if not (folder / "config.json").exists():
@@ -61,14 +61,14 @@ def import_model(name: str, out: Path) -> ImportResult:
         raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json. It contains {names}.")
     hf_config = read_json(folder / "config.json", CheckpointError)
     try:
-        tensors = read_tensors(folder)
+        tensors = _read_tensors(folder)
         config, state = from_hf(hf_config, tensors)
     except ConversionError as problem:
         raise CheckpointError(f"{folder} cannot be imported: {problem}.") from None
     tokenizer, tokenizer_file = import_tokenizer(folder)
     require_matching_tokenizer(tokenizer, config, folder)
     padding = config.vocab_size - tokenizer.vocab_size
-    config, state = remove_padding(config, state, tokenizer.vocab_size)
+    config, state = _remove_padding(config, state, tokenizer.vocab_size)
     model = TransformerLanguageModel(config).eval()
     try:
         model.load_weights(state)
@@ -91,7 +91,7 @@ def import_model(name: str, out: Path) -> ImportResult:
     return ImportResult(difference, padding, ends, template, their_tokenizer.chat_template is not None)
 
 
-def download_model(name: str) -> Path:
+def _download_model(name: str) -> Path:
     """Download a model from the hub to huggingface_hub's cache and return its folder. Raises CheckpointError."""
     from huggingface_hub import snapshot_download
 
@@ -107,7 +107,7 @@ def download_model(name: str) -> Path:
         ) from None
 
 
-def remove_padding(config: ModelConfig, state: Tensors, vocab_size: int) -> tuple[ModelConfig, Tensors]:
+def _remove_padding(config: ModelConfig, state: Tensors, vocab_size: int) -> tuple[ModelConfig, Tensors]:
     """Remove the ids from `vocab_size` on, which the tokenizer lacks.
 
     Others pad a vocabulary (50,257 to 50,304, say) for faster matrix products; here it has the tokenizer's size.
@@ -117,10 +117,10 @@ def remove_padding(config: ModelConfig, state: Tensors, vocab_size: int) -> tupl
     return dataclasses.replace(config, vocab_size=vocab_size), state
 
 
-def read_tensors(folder: Path) -> Tensors:
+def _read_tensors(folder: Path) -> Tensors:
     """Read all tensors of a folder, from one file or from the shards in its index. Raises CheckpointError."""
     for name in HF_WEIGHTS_FILES:
-        files = [folder / name] if (folder / name).exists() else list_shards(folder, f"{name}.index.json")
+        files = [folder / name] if (folder / name).exists() else _list_shards(folder, f"{name}.index.json")
         tensors: Tensors = {}
         for path in files:
             try:
@@ -133,7 +133,7 @@ def read_tensors(folder: Path) -> Tensors:
     raise CheckpointError(f"{folder} has no weights: neither {' nor '.join(HF_WEIGHTS_FILES)}.")
 
 
-def list_shards(folder: Path, index: str) -> list[Path]:
+def _list_shards(folder: Path, index: str) -> list[Path]:
     """Return the files in an index, or [] without one. Raises CheckpointError for a name outside the folder."""
     if not (folder / index).exists():
         return []

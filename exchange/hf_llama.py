@@ -102,7 +102,7 @@ def from_llama_config(kind: str, hf_config: dict[str, Any], tied: bool) -> Model
     elif kind == "qwen3":
         require_options(known, {"attention_bias": False})
     heads, width = known.get("num_attention_heads", 32), known.get("hidden_size", 4096)
-    base, scaling = read_rope(known)
+    base, scaling = _read_rope(known)
     return build_config(
         vocab_size=known["vocab_size"],
         embed_dim=width,
@@ -127,7 +127,7 @@ def from_llama_config(kind: str, hf_config: dict[str, Any], tied: bool) -> Model
     )
 
 
-def read_rope(hf_config: dict[str, Any]) -> tuple[float, tuple[float, ...]]:
+def _read_rope(hf_config: dict[str, Any]) -> tuple[float, tuple[float, ...]]:
     """Return the base and the scaling of RoPE.
 
     transformers 5 keeps both in `rope_parameters`; older files have `rope_theta` and `rope_scaling`, where `rope_type`

@@ -50,7 +50,7 @@ class Conversion(NamedTuple):
             return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
 
 
-def llama_conversion(kind: str) -> Conversion:
+def _llama_conversion(kind: str) -> Conversion:
     name, from_config = hf_llama.MODEL_CLASSES[kind], functools.partial(from_llama_config, kind)
     return Conversion(name, list_llama_obstacles, to_llama_config, from_config, llama_table, fold=fold_embed_norm)
 
@@ -60,7 +60,7 @@ CONVERSIONS = {
         "GPT2LMHeadModel", list_gpt2_obstacles, to_gpt2_config, from_gpt2_config, gpt2_table,
         "transformer.", "transformer.wte.weight", "transformer.h.", is_tied=True,
     ),
-    **{kind: llama_conversion(kind) for kind in hf_llama.MODEL_CLASSES},
+    **{kind: _llama_conversion(kind) for kind in hf_llama.MODEL_CLASSES},
 }  # fmt: skip
 
 

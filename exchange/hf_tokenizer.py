@@ -26,7 +26,7 @@ CHARACTER_SPECIAL_TOKENS = SPECIAL_TOKENS[1:]  # padding and unknown; a characte
 SPLIT_CHARACTERS = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
 
-def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def _hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the special tokens of the exported tokenizer and their ids.
 
     A character vocabulary gets two more ids: transformers needs one to pad batches and fails with "Missing [UNK] token"
@@ -48,7 +48,7 @@ def build_chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bo
     jinja = Path(__file__).with_name(file).read_text(encoding="utf-8")
     if not marks_answers:
         jinja = jinja.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-    given = {"template": template.to_dict(), "special": list(hf_special_tokens(tokenizer))}
+    given = {"template": template.to_dict(), "special": list(_hf_special_tokens(tokenizer))}
     return (
         "".join(f"{{%- set {key} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for key, value in given.items())
         + jinja
@@ -67,7 +67,7 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
     """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.to_json().encode()
-    special = hf_special_tokens(tokenizer)
+    special = _hf_special_tokens(tokenizer)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     content: dict[str, Any] = {
         "version": "1.0",
@@ -87,13 +87,13 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def special_token_roles(tokenizer: Tokenizer, template: Template | None) -> dict[str, str]:
+def _special_token_roles(tokenizer: Tokenizer, template: Template | None) -> dict[str, str]:
     """Return which special token has which role in transformers.
 
     Without `tokenizer_config.json`, transformers would add GPT-2's own, with an id beyond the vocabulary. If there is
     no padding token, the end of text pads, as in Qwen.
     """
-    known = hf_special_tokens(tokenizer)
+    known = _hf_special_tokens(tokenizer)
     names: dict[int | None, str] = {i: name for name, i in known.items()}
     end = CHATML_TOKENS[1] if isinstance(template, ChatML) else names.get(tokenizer.end_of_text_id, "")
     pad = next((name for name in PAD_NAMES if name in known), names.get(tokenizer.end_of_text_id, end))
@@ -114,7 +114,7 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: Templa
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",  # so that prompts of a batch end where their texts begin
-        **special_token_roles(tokenizer, template),
+        **_special_token_roles(tokenizer, template),
     }
 
 
@@ -123,8 +123,8 @@ def hf_special_ids(tokenizer: Tokenizer, template: Template | None) -> dict[str,
 
     None is written, too, because the defaults are ids of other vocabularies.
     """
-    known = hf_special_tokens(tokenizer)
-    names = special_token_roles(tokenizer, template)
+    known = _hf_special_tokens(tokenizer)
+    names = _special_token_roles(tokenizer, template)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
@@ -154,23 +154,23 @@ def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
     path = folder / "tokenizer.json"
     if path.exists():
         content = read_tokenizer_json(path)
-        if (characters := read_characters(content)) is not None:
+        if (characters := _read_characters(content)) is not None:
             tokenizer: Tokenizer = CharacterTokenizer(characters)
             return tokenizer, tokenizer.to_json().encode()
         tokenizer = load_tokenizer(path)
-        if tokenizer.bos_id is None and (name := read_added_bos(folder)) in tokenizer.special_ids:
-            tokenizer = add_bos(tokenizer, name)
+        if tokenizer.bos_id is None and (name := _read_added_bos(folder)) in tokenizer.special_ids:
+            tokenizer = _add_bos(tokenizer, name)
             return tokenizer, tokenizer.to_json().encode()
         return tokenizer, path.read_bytes()
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        tokenizer = load_vocab_and_merges(folder)
+        tokenizer = _load_vocab_and_merges(folder)
         return tokenizer, tokenizer.to_json().encode()
     if (folder / "tokenizer.model").exists():
         raise DataError(f"{folder} has only a SentencePiece tokenizer.model; tokenizer.json is needed.")
     raise DataError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt.")
 
 
-def read_added_bos(folder: Path) -> str:
+def _read_added_bos(folder: Path) -> str:
     """Return the token that tokenizer_config.json puts before each text, as DeepSeek's does, or ""."""
     path = folder / "tokenizer_config.json"
     config = read_json(path, DataError) if path.exists() else {}
@@ -179,7 +179,7 @@ def read_added_bos(folder: Path) -> str:
     return name if config.get("add_bos_token") is True and isinstance(name, str) else ""
 
 
-def add_bos(tokenizer: Tokenizer, name: str) -> BPETokenizer:
+def _add_bos(tokenizer: Tokenizer, name: str) -> BPETokenizer:
     """Return the tokenizer with the special token `name` before each text, as a post-processor."""
     from tokenizers.processors import TemplateProcessing
 
@@ -191,7 +191,7 @@ def add_bos(tokenizer: Tokenizer, name: str) -> BPETokenizer:
     return BPETokenizer(tokenizer.backend)
 
 
-def read_characters(content: dict[str, Any]) -> list[str] | None:
+def _read_characters(content: dict[str, Any]) -> list[str] | None:
     """Return the characters in order of their ids if `hf_tokenizer_json` wrote the file, else None."""
     model, added = content.get("model"), content.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(added, list):
@@ -207,7 +207,7 @@ def read_characters(content: dict[str, Any]) -> list[str] | None:
     return sorted(vocab, key=vocab.__getitem__)
 
 
-def load_vocab_and_merges(folder: Path) -> BPETokenizer:
+def _load_vocab_and_merges(folder: Path) -> BPETokenizer:
     """Load vocab.json and merges.txt, as OpenAI published them, with transformers. Raises DataError."""
     import tokenizers
     from transformers import AutoTokenizer

@@ -22,11 +22,11 @@ MAX_PROBE_TOKENS = 1024
 @torch.inference_mode()
 def find_least_likely_id(model: TransformerLanguageModel, tokenizer: Tokenizer) -> int:
     """Return the id with the lowest peak probability on the probe text."""
-    probabilities = model(encode_probe(model, tokenizer)).softmax(-1)  # (1, T, V)
+    probabilities = model(_encode_probe(model, tokenizer)).softmax(-1)  # (1, T, V)
     return int(probabilities[0, :, : tokenizer.vocab_size].amax(0).argmin())
 
 
-def encode_probe(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+def _encode_probe(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
     """Return the ids of the probe text, (1, T), repeated or cut to the context length."""
     ids = tokenizer.encode(probe_text(tokenizer))
     return torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, MAX_PROBE_TOKENS))).astype(np.int64))
@@ -55,11 +55,11 @@ def require_same_logits(model: TransformerLanguageModel, hf_model: Any, tokenize
     another order differs by more than that in fp32, but not in fp64. The modern form computes norms and angles in fp32
     even if its weights are fp64, so it gets a wider limit.
     """
-    tokens = encode_probe(model, tokenizer)
-    fp32, _ = measure_difference(model, hf_model, tokens)
+    tokens = _encode_probe(model, tokenizer)
+    fp32, _ = _measure_difference(model, hf_model, tokens)
     if fp32 <= MAX_DIFFERENCE:
         return LogitDifference(fp32)
-    fp64, largest = measure_difference(model.double(), hf_model.double(), tokens)
+    fp64, largest = _measure_difference(model.double(), hf_model.double(), tokens)
     model.float()
     share = MAX_SHARE_MODERN if model.config.position == "rope" else MAX_SHARE_FP64
     if not fp64 <= share * largest:  # `not <=` also catches NaN
@@ -71,7 +71,7 @@ def require_same_logits(model: TransformerLanguageModel, hf_model: Any, tokenize
 
 
 @torch.inference_mode()
-def measure_difference(model: TransformerLanguageModel, hf_model: Any, tokens: torch.Tensor) -> tuple[float, float]:
+def _measure_difference(model: TransformerLanguageModel, hf_model: Any, tokens: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference and the largest logit. Ids that only `hf_model` has are not compared."""
     logits, other_logits = model(tokens), hf_model(tokens).logits
     return (logits - other_logits[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()

@@ -76,11 +76,11 @@ class Comparison:
     def of(
         cls, checkpoints: Mapping[str, Checkpoint], metrics: Mapping[str, list[dict[str, Any]]], device: str
     ) -> Comparison:
-        """Measure the models one after the other, in fp32. Raises CheckpointError and what `choose_passages` raises."""
+        """Measure the models one after the other, in fp32. Raises CheckpointError, ConfigError or DataError."""
         contenders = [
             Contender(name, each, metrics[name], find_training_tokens(each)) for name, each in checkpoints.items()
         ]
-        groups = choose_passages(contenders)
+        groups = _choose_passages(contenders)
         passages = [passage for group in groups.values() for passage in group]
         texts = [passage.text for passage in passages if passage.ids is None]
         candidates = [
@@ -151,7 +151,7 @@ class Comparison:
         return [rows, [["held-out beginning", *names], *written]] if written else [rows]
 
 
-def choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]]:
+def _choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]]:
     """Return {who holds them out: passages} that all models can encode and none was trained on. Raises DataError if
     there are none, ConfigError for conversations and models with different vocabularies."""
     held_out = {

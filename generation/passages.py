@@ -62,12 +62,12 @@ def read_held_out(metadata: TokenMetadata) -> list[Passage]:
     tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
     ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[metadata.train_tokens :]
     if metadata.chat_template is None:
-        return [Passage(text) for text in split_into_passages(ids, tokenizer)]
+        return [Passage(text) for text in _split_into_passages(ids, tokenizer)]
     starts = np.flatnonzero((ids == tokenizer.start_id) & ~read_mask(metadata)[metadata.train_tokens :])
     return [Passage(tokenizer.decode(each), each) for each in np.split(ids, starts)[1:]]
 
 
-def split_into_passages(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+def _split_into_passages(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the passages of the text of ids, (tokens,), document by document."""
     for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_text_id) + 1):  # no id equals None
         text, start = tokenizer.decode(document[tokenizer.byte_lengths[document] > 0]), 0
@@ -85,7 +85,7 @@ def find_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> 
     """Return the texts of the passages that occur, at least in part, in the training split of a token folder."""
     tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
     ids = read_tokens(metadata.path_beside("bin_file"), metadata, mapped=True)[: metadata.train_tokens]
-    parts = {passage.text: choose_parts(passage.text) for passage in passages}
+    parts = {passage.text: _choose_parts(passage.text) for passage in passages}
     decoder, read, found = tokenizer.decoder(), "", set[str]()
     for first in range(0, len(ids), SEARCH_BLOCK_TOKENS):
         read = read[-PART_CHARACTERS:] + decoder.push(ids[first : first + SEARCH_BLOCK_TOKENS])
@@ -93,7 +93,7 @@ def find_in_training(metadata: TokenMetadata, passages: Collection[Passage]) -> 
     return found
 
 
-def choose_parts(text: str) -> list[str]:
+def _choose_parts(text: str) -> list[str]:
     """Return the beginning, middle and end of a text."""
     text = text.strip()
     return [text[start : start + PART_CHARACTERS] for start in (0, len(text) // 2, max(0, len(text) - PART_CHARACTERS))]

@@ -86,19 +86,19 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
     parser.add_options(FLAGS)
     add_debug(parser)
     problems: list[str] = []
-    settings = parse_settings(parser.read(argv, problems), problems)
+    settings = _parse_settings(parser.read(argv, problems), problems)
     parser.require_none(problems)
     return settings
 
 
-def parse_settings(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
+def _parse_settings(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
     """Build the settings from the given flags. Append what is wrong to `problems`."""
     for_request, for_sampling = ({key: given[key] for key in given if key in keys} for keys in (REQUEST, SAMPLING))
     if isinstance(for_sampling.get("stop"), tuple):
         for_sampling["stop"] = tuple(unescape(word) if isinstance(word, str) else word for word in for_sampling["stop"])
     names = {key: f"--{key}" for key in given}
     request, sampling = check(Request, for_request, problems, names), check(Sampling, for_sampling, problems, names)
-    problems += list_contradictions({key for key, value in given.items() if value is not False})
+    problems += _list_contradictions({key for key, value in given.items() if value is not False})
     return request or Request(), sampling or Sampling()
 
 
@@ -107,11 +107,13 @@ def unescape(word: str) -> str:
     return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def list_contradictions(flags: set[str]) -> list[str]:
+def _list_contradictions(flags: set[str]) -> list[str]:
     """Return a problem for each contradiction between the given flags."""
     problems = [
         f"--{flag} {why}; leave {', '.join(f'--{name}' for name in FLAGS if name in flags & others)} out"
         for flag, (why, others) in CONTRADICTIONS.items()
         if flag in flags and flags & others
     ]
-    return problems + ["--stride needs --score and the files to score"] * ("stride" in flags and "score" not in flags)
+    if "stride" in flags and "score" not in flags:
+        problems.append("--stride needs --score and the files to score")
+    return problems

@@ -58,15 +58,15 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
     # Sorting a large vocabulary takes longer than everything else here, and the tail's order seldom matters. On a GPU,
     # finding out whether it matters would mean waiting for the GPU.
     if not sampling.top_k < NUM_SORTED_FIRST < logits.size(1) or runs_ahead(logits.device):
-        return choose_among(logits.size(1), logits, uniforms, sampling)[0]
-    tokens, certain = choose_among(NUM_SORTED_FIRST, logits, uniforms, sampling)
+        return _choose_among(logits.size(1), logits, uniforms, sampling)[0]
+    tokens, certain = _choose_among(NUM_SORTED_FIRST, logits, uniforms, sampling)
     rest = (~certain).nonzero().squeeze(1)
     if len(rest):
-        tokens[rest] = choose_among(logits.size(1), logits[rest], uniforms[rest], sampling)[0]
+        tokens[rest] = _choose_among(logits.size(1), logits[rest], uniforms[rest], sampling)[0]
     return tokens
 
 
-def choose_among(
+def _choose_among(
     count: int, logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose as `choose` does, but sort only the `count` largest logits.

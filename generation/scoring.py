@@ -80,7 +80,7 @@ def score_documents(
     for document in documents:
         score = Score()
         unfinished.append(score)
-        ids = count_ids(document, tokenizer.start_id, lengths, score)
+        ids = _count_ids(document, tokenizer.start_id, lengths, score)
         for window, first in cut_windows(ids, context, stride):
             batch.append((score, window, first))
             if len(batch) == rows:
@@ -92,7 +92,7 @@ def score_documents(
     yield from unfinished
 
 
-def count_ids(
+def _count_ids(
     document: Iterable[np.ndarray], start_id: int | None, lengths: np.ndarray, score: Score
 ) -> Iterator[np.ndarray]:
     """Yield the ids of a document, after `start_id` if given. Add the `lengths` of predicted ids to `score`: bytes,

@@ -46,7 +46,7 @@ def stream(
     if graphs is not None and sampling.max_new_tokens >= MIN_CAPTURED_TOKENS and max(cache.lengths) < context:
         decoder = None
         try:
-            with without_cudnn(model.device):
+            with _without_cudnn(model.device):
                 decoder = CapturedDecoder(model, cache, next_logits, penalties, uniforms, sampling, graphs)
         except RuntimeError as error:  # memory may be too small for a second cache
             say_once(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
@@ -62,18 +62,18 @@ def stream(
         logits = next_logits.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
         penalties.count(tokens)
-        fetch_tokens = send_to_host(tokens)
+        fetch_tokens = _send_to_host(tokens)
         is_last = t + 1 == sampling.max_new_tokens
         queued = ahead and not is_last and max(cache.lengths) < context
         if queued:
-            next_logits = decode_one_token(model, cache, tokens)
+            next_logits = _decode_one_token(model, cache, tokens)
         values = fetch_tokens()
         for row, token in zip(rows, values, strict=True):
             row.append(token)
         yield values, logits
         if not queued and not is_last:
             prefill_full_rows(model, cache, rows)
-            next_logits = decode_one_token(model, cache, tokens.to(model.device))
+            next_logits = _decode_one_token(model, cache, tokens.to(model.device))
 
 
 def replay(
@@ -85,11 +85,11 @@ def replay(
     for t in range(max_new_tokens):
         while len(queued) < 2 and t + len(queued) < max_new_tokens and decoder.has_room:
             decoder.replay()
-            queued.append((send_to_host(decoder.tokens), decoder.logits.clone()))
+            queued.append((_send_to_host(decoder.tokens), decoder.logits.clone()))
         is_full = not queued
         if is_full:
             decoder.choose()
-            queued.append((send_to_host(decoder.tokens), decoder.logits.clone()))
+            queued.append((_send_to_host(decoder.tokens), decoder.logits.clone()))
         fetch_tokens, logits = queued.popleft()
         values = fetch_tokens()
         for row, token in zip(rows, values, strict=True):
@@ -97,7 +97,7 @@ def replay(
         yield values, logits
         if is_full and t + 1 < max_new_tokens:
             prefill_full_rows(decoder.model, decoder.cache, rows)
-            with without_cudnn(decoder.model.device):
+            with _without_cudnn(decoder.model.device):
                 decoder.read()
 
 
@@ -112,7 +112,7 @@ def forbid_unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> 
     return bias
 
 
-def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
+def _send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     """Start copying tokens to the host. Return a function that waits for the copy, but not for work queued later."""
     if not tokens.is_cuda:
         here = tokens.tolist()
@@ -128,14 +128,14 @@ def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     return fetch_tokens
 
 
-def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def _without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return a context without cuDNN's attention, which plans each length anew: seconds per text on an H100."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def decode_one_token(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-    with without_cudnn(model.device):
+def _decode_one_token(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    with _without_cudnn(model.device):
         return model.next_logits(cache, tokens)
 
 
@@ -149,7 +149,7 @@ def prefill(model: TransformerLanguageModel, rows: list[list[int]], capacity: in
     lengths = [len(row) for row in rows]
     padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
     cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
-    with without_cudnn(model.device):
+    with _without_cudnn(model.device):
         hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
     last = torch.tensor(lengths, device=model.device) - 1

@@ -38,10 +38,10 @@ class TracedText:
 
     def __init__(self, pieces: Iterable[Piece]):
         self.pieces = list(pieces)
-        hashes = [hash_words(piece.text) for piece in self.pieces]
+        hashes = [_hash_words(piece.text) for piece in self.pieces]
         self.starts = np.cumsum([0, *map(len, hashes)])  # index of each piece's first word
         self.words = np.concatenate([*hashes, np.zeros(0, np.uint64)])
-        grams = hash_ngrams(self.words)
+        grams = _hash_ngrams(self.words)
         self.order = np.argsort(grams, kind="stable")
         self.sorted = grams[self.order]
 
@@ -63,8 +63,8 @@ class TracedText:
     def find_spans(self, text: str) -> list[Span]:
         """Return the spans of `text` that occur in the training text, from left to right, each as long as possible."""
         found, matches = [], list(WORD.finditer(text))
-        words = hash_words(text)
-        grams = hash_ngrams(words)
+        words = _hash_words(text)
+        grams = _hash_ngrams(words)
         first, last = np.searchsorted(self.sorted, grams, "left"), np.searchsorted(self.sorted, grams, "right")
         number = 0
         while number < len(grams):
@@ -96,12 +96,12 @@ class TracedText:
         return f"{piece.source.name}, line {line:,}"
 
 
-def hash_words(text: str) -> np.ndarray:
+def _hash_words(text: str) -> np.ndarray:
     """Return a hash of each word, (words,) uint64, valid within this process."""
     return np.fromiter((hash(word.casefold()) for word in WORD.findall(text)), np.int64).view(np.uint64)
 
 
-def hash_ngrams(words: np.ndarray) -> np.ndarray:
+def _hash_ngrams(words: np.ndarray) -> np.ndarray:
     """Return a hash of each run of MIN_SPAN_WORDS words."""
     count = max(0, len(words) - MIN_SPAN_WORDS + 1)
     grams = np.zeros(count, np.uint64)

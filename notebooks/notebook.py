@@ -56,7 +56,7 @@ def flags(**values: object) -> list[object]:
 # Drive and the text
 
 
-def import_colab() -> Any:
+def _import_colab() -> Any:
     """Return the package google.colab; None outside Colab."""
     try:
         import google.colab
@@ -68,7 +68,7 @@ def import_colab() -> Any:
 def mount_drive(mount_point: str, folder: str) -> Path | None:
     """Mount Drive, and return the folder on it for what must outlive this machine; None outside Colab. Nothing may be
     written there before, because Drive cannot be mounted on a folder with files."""
-    if import_colab() is None:
+    if _import_colab() is None:
         print("Not in Colab: no Drive is mounted, and checkpoints stay in runs/.")
         return None
     from google.colab import drive
@@ -88,7 +88,7 @@ def get_text(source: str, path: str, drive: Path | None) -> Path | None:
     if source == BUILT_IN:
         return None
     if source in (UPLOAD, UPLOAD_ANOTHER):
-        text = find_upload(drive or Path("datasets_cache"), is_another=source == UPLOAD_ANOTHER)
+        text = _find_upload(drive or Path("datasets_cache"), is_another=source == UPLOAD_ANOTHER)
     else:
         text = Path(path).expanduser()
         if not path or not text.exists():
@@ -99,13 +99,13 @@ def get_text(source: str, path: str, drive: Path | None) -> Path | None:
     return text
 
 
-def find_upload(kept: Path, is_another: bool) -> Path:
+def _find_upload(kept: Path, is_another: bool) -> Path:
     """Return the last uploaded file, or ask for one."""
     folder = kept / "texts"
     uploaded = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if uploaded and not is_another:
         return uploaded[-1]
-    if import_colab() is None:
+    if _import_colab() is None:
         raise Stopped("Uploads work in Colab only. Put your text beside the notebook, and give its path.")
     from google.colab import files
 
@@ -147,7 +147,7 @@ def download(out: Path) -> None:
     paths."""
     files = [Path(shutil.make_archive(str(out), "zip", out)), out.with_suffix(".gguf")]
     for file in filter(Path.exists, files):
-        if import_colab() is None:
+        if _import_colab() is None:
             print(f"{file.resolve()}, {file.stat().st_size:,} bytes")
         else:
             from google.colab import files as browser

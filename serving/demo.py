@@ -38,7 +38,7 @@ SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penal
 Loaded = tuple[TransformerLanguageModel, Tokenizer, "Template | None"]
 
 
-def find_checkpoints(places: Sequence[Path]) -> list[Path]:
+def _find_checkpoints(places: Sequence[Path]) -> list[Path]:
     """Return the checkpoints of runs and folders of runs, the newest first. Raises CheckpointError if there is none."""
     found: dict[Path, None] = {}
     for place in places:
@@ -60,7 +60,7 @@ def load(path: Path, modified_ns: int, device: str) -> Loaded:
     return *load_checkpoint(checkpoint, device), checkpoint.chat_template()
 
 
-def read_sampling(values: Sequence[Any]) -> Sampling:
+def _read_sampling(values: Sequence[Any]) -> Sampling:
     given = dict(zip(SETTINGS, values, strict=True))
     return build(Sampling, given | {"seed": random.randrange(2**31) if given["seed"] is None else int(given["seed"])})
 
@@ -93,7 +93,7 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
     """Build the page without launching it. It generates one text at a time; others wait."""
 
     def choices() -> list[str]:
-        return [str(path) for path in find_checkpoints(places)]
+        return [str(path) for path in _find_checkpoints(places)]
 
     def open_chosen(name: str) -> Loaded:
         if name not in choices():
@@ -115,7 +115,7 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
 
     def compare(names: list[str], prompt: str, *values: Any) -> Iterator[list[Any]]:
         """Yield the texts of the checkpoints, which write a token each in turn."""
-        sampling = read_sampling(values)
+        sampling = _read_sampling(values)
         shown = [gr.update(visible=False)] * MAX_COMPARED
         shown_at = 0.0
         for written in itertools.zip_longest(*(write(name, replace_surrogates(prompt), sampling) for name in names)):
@@ -129,7 +129,7 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
         turns = [*read_turns(history), Message("user", replace_surrogates(question))]
         text = ""
         try:
-            for piece, _ in generate(open_chosen(name), turns, read_sampling(values)):
+            for piece, _ in generate(open_chosen(name), turns, _read_sampling(values)):
                 text += piece
                 yield text.lstrip()
         except (UserError, TokenizerError) as problem:

@@ -108,7 +108,7 @@ def extract_texts(record: Any, text_key: str) -> list[str]:
     try:
         messages = extract_messages(record)
     except ValueError:
-        if chats := extract_chats(record):
+        if chats := _extract_chats(record):
             return chats
         if not any(key in record for key in FORM_KEYS):
             return [read_text(record, text_key)]
@@ -122,16 +122,16 @@ def extract_texts(record: Any, text_key: str) -> list[str]:
     return texts
 
 
-def extract_chats(record: dict[str, Any]) -> list[str]:
+def _extract_chats(record: dict[str, Any]) -> list[str]:
     """Return the chats of an export by one of the programs in CHAT_EXPORTS, one message per line: `Anna: Hi`."""
     listed = record.get("chats")  # Telegram's export of all chats
     if isinstance(listed, dict) and isinstance(listed.get("list"), list):
-        return [chat for entry in listed["list"] if isinstance(entry, dict) for chat in extract_chats(entry)]
+        return [chat for entry in listed["list"] if isinstance(entry, dict) for chat in _extract_chats(entry)]
     messages = record.get("messages")
     messages = [entry for entry in messages if isinstance(entry, dict)] if isinstance(messages, list) else []
     messages.sort(key=lambda entry: entry["timestamp_ms"] if isinstance(entry.get("timestamp_ms"), int) else 0)
     for writer, key in CHAT_EXPORTS.values():
-        turns = [(read_name(entry.get(writer)), read_message_text(entry.get(key))) for entry in messages]
+        turns = [(_read_name(entry.get(writer)), _read_message_text(entry.get(key))) for entry in messages]
         if lines := [f"{name}: {text}" for name, text in turns if name and text]:
             return ["\n".join(lines)]
     return []
@@ -167,19 +167,19 @@ def read_slack(messages: Iterable[Any], source: Source) -> str:
     return "\n".join(lines)
 
 
-def read_name(writer: Any) -> str:
+def _read_name(writer: Any) -> str:
     if isinstance(writer, dict):
         writer = writer.get("nickname") or writer.get("name")
-    return repair_encoding(writer) if isinstance(writer, str) else ""
+    return _repair_encoding(writer) if isinstance(writer, str) else ""
 
 
-def read_message_text(text: Any) -> str:
+def _read_message_text(text: Any) -> str:
     if isinstance(text, list):  # Telegram's parts, such as links
         text = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in text)
-    return repair_encoding(text).strip() if isinstance(text, str) else ""
+    return _repair_encoding(text).strip() if isinstance(text, str) else ""
 
 
-def repair_encoding(text: str) -> str:
+def _repair_encoding(text: str) -> str:
     """Decode Messenger's exports, which write each byte of UTF-8 as a character."""
     with contextlib.suppress(UnicodeError):
         return normalize_text(text.encode("latin-1").decode())
@@ -199,20 +199,20 @@ def extract_messages(record: Any) -> list[Message]:
         messages = read_turns(record["chat_messages"], lenient=True)
     elif isinstance(record.get("mapping"), dict):
         try:
-            messages = extract_chatgpt(record["mapping"], record.get("current_node"))
+            messages = _extract_chatgpt(record["mapping"], record.get("current_node"))
         except (AttributeError, TypeError):
             raise ValueError("its mapping is not ChatGPT's format") from None
     elif "instruction" in record and "output" in record:
-        given = read_content(record.get("input") or "", "input")
-        question = read_content(record["instruction"], "instruction")
+        given = _read_content(record.get("input") or "", "input")
+        question = _read_content(record["instruction"], "instruction")
         messages = [
             Message("user", f"{question}\n\n{given}" if given.strip() else question),
-            Message("assistant", read_content(record["output"], "output")),
+            Message("assistant", _read_content(record["output"], "output")),
         ]
     elif "prompt" in record and "completion" in record:
         messages = [
-            *read_turns_or_text(record["prompt"], "user", "prompt"),
-            *read_turns_or_text(record["completion"], "assistant", "completion"),
+            *_read_turns_or_text(record["prompt"], "user", "prompt"),
+            *_read_turns_or_text(record["completion"], "assistant", "completion"),
         ]
     else:
         keys = ", ".join(f"{key!r:.50}" for key in list(record)[:10]) or "none"
@@ -220,12 +220,12 @@ def extract_messages(record: Any) -> list[Message]:
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[:1] and messages[0].role != "system":
         messages.insert(0, Message("system", normalize_text(system)))
-    messages = join_turns(messages)
+    messages = _join_turns(messages)
     require_order(messages, "assistant")
     return messages
 
 
-def join_turns(messages: list[Message]) -> list[Message]:
+def _join_turns(messages: list[Message]) -> list[Message]:
     """Join neighbouring turns of one side. Leave out empty turns, an answer at the start, and an unanswered question at
     the end. Raises ValueError if there is no answer."""
     joined: list[Message] = []
@@ -246,7 +246,7 @@ def join_turns(messages: list[Message]) -> list[Message]:
     return joined
 
 
-def extract_chatgpt(nodes: dict[str, Any], last: Any) -> list[Message]:
+def _extract_chatgpt(nodes: dict[str, Any], last: Any) -> list[Message]:
     """Return the messages of ChatGPT's export, a tree, from the last one shown back to the root. Hidden messages and
     those to tools are left out."""
     path: list[Message] = []
@@ -281,16 +281,16 @@ def read_turns(value: Any, lenient: bool = False) -> list[Message]:
         parts = next((turn[key] for key in ("text", "content", "value") if turn.get(key)), "")
         if lenient and isinstance(parts, list):
             parts = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-        content = read_content(parts, f"turn {number}")
+        content = _read_content(parts, f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages
 
 
-def read_turns_or_text(value: Any, role: str, name: str) -> list[Message]:
-    return read_turns(value) if isinstance(value, list) else [Message(role, read_content(value, name))]
+def _read_turns_or_text(value: Any, role: str, name: str) -> list[Message]:
+    return read_turns(value) if isinstance(value, list) else [Message(role, _read_content(value, name))]
 
 
-def read_content(value: Any, name: str) -> str:
+def _read_content(value: Any, name: str) -> str:
     """Return a text, given as a string or a list of text parts. Raises ValueError."""
     if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
         value = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in value)

@@ -90,10 +90,10 @@ class Source:
     def open(self) -> BinaryIO:
         """Open the file, unpacked."""
         if self.path.is_dir():
-            return pack_folder(self.path)
+            return _pack_folder(self.path)
         if self.member is None:
-            return unpack(open_regular(self.path))
-        archive = open_archive(self.path, self.modified_ns)
+            return unpack(_open_regular(self.path))
+        archive = _open_archive(self.path, self.modified_ns)
         try:
             return unpack(archive.open(archive.infolist()[self.member]))
         except NotImplementedError as error:
@@ -108,10 +108,10 @@ class Source:
 @functools.lru_cache(maxsize=1 << 16)
 def look(source: Source) -> tuple[str, str]:
     """Return kind and refusal of a file by its content."""
-    return recognize(read_beginning(source), strip_packing(source.name))
+    return recognize(_read_beginning(source), strip_packing(source.name))
 
 
-def read_beginning(source: Source) -> bytes:
+def _read_beginning(source: Source) -> bytes:
     try:
         with source.open() as file:
             return file.read(SNIFFED_BYTES) or b""
@@ -134,7 +134,7 @@ def unpack(file: IO[bytes]) -> BinaryIO:
     return cast(BinaryIO, zstd.open(file, options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}))
 
 
-def pack_folder(folder: Path) -> BinaryIO:
+def _pack_folder(folder: Path) -> BinaryIO:
     """Return the files of an EPUB that is a folder as the archive that it would be."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -145,7 +145,7 @@ def pack_folder(folder: Path) -> BinaryIO:
     return packed
 
 
-def open_regular(path: Path) -> BinaryIO:
+def _open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Raises UnreadableError if it is a pipe or a device by now: reading it may never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -159,14 +159,14 @@ def read_beside(source: Source, name: str) -> bytes:
     with contextlib.suppress(OSError, KeyError):
         if source.member is None:
             return (source.path.parent / name).read_bytes()
-        archive = open_archive(source.path, source.modified_ns)
+        archive = _open_archive(source.path, source.modified_ns)
         folder = posixpath.dirname(archive.infolist()[source.member].filename)
         return archive.read(posixpath.normpath(posixpath.join(folder, name)))
     return b""
 
 
 @functools.lru_cache(maxsize=1)
-def open_archive(path: Path, modified_ns: int) -> zipfile.ZipFile:
+def _open_archive(path: Path, modified_ns: int) -> zipfile.ZipFile:
     """Open a zip archive, and keep it open, because its directory may be long."""
     return zipfile.ZipFile(path)
 
@@ -273,7 +273,7 @@ def find_obstacle(source: Source, typed: str, suffixes: tuple[str, ...]) -> str:
         return refusal
     if kind == ".zip":
         return UNPACK
-    if not holds_prose(read_beginning(source)):
+    if not holds_prose(_read_beginning(source)):
         return UNKNOWN_SUFFIX
     pattern = f"{glob.escape(typed)}/**/{'*' + glob.escape(source.suffix) if source.suffix else glob.escape(name)}"
     return f"it may be text; read such files with --input {shlex.quote(pattern)}"
@@ -312,17 +312,17 @@ def expand(pattern: str, suffixes: tuple[str, ...]) -> list[Source]:
         if matches := [source for _, source in match(pattern) if isinstance(source, Source)]:
             return matches
         raise DataError(f"No file matches {pattern} in {Path.cwd()}.")
-    raise missing_error(pattern)
+    raise _missing_error(pattern)
 
 
 def require_existing(inputs: Sequence[str]) -> None:
     """Raise DataError for an input that is neither a path that exists nor a pattern nor an address on the hub."""
     for pattern in inputs:
         if not (pattern.startswith(HUB) or glob.has_magic(pattern) or os.path.exists(os.path.expanduser(pattern))):
-            raise missing_error(pattern)
+            raise _missing_error(pattern)
 
 
-def missing_error(pattern: str) -> DataError:
+def _missing_error(pattern: str) -> DataError:
     return DataError(f"No such file or folder: {pattern} (in {Path.cwd()}).")
 
 
@@ -389,17 +389,17 @@ def decode_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[st
         try:
             text = decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise build_not_utf8_error(source, position - waiting + error.start, error) from None
+            raise _build_not_utf8_error(source, position - waiting + error.start, error) from None
         position += len(block)
         on_read(len(block))
         yield remove_invisible(text)
     try:
         yield decoder.decode(b"", final=True)  # a final \r
     except UnicodeDecodeError as error:
-        raise build_not_utf8_error(source, position - len(error.object) + error.start, error) from None
+        raise _build_not_utf8_error(source, position - len(error.object) + error.start, error) from None
 
 
-def build_not_utf8_error(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
+def _build_not_utf8_error(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     found = f"{source.place} is not UTF-8 text: {error.reason} at byte {position} (0x{error.object[error.start]:02x})."
     if 0 in error.object:
         return DataError(f"{found} {ZERO_BYTES_ADVICE}")

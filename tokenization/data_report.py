@@ -99,7 +99,7 @@ class DataReport:
                 by_sign[finding.sign.name].append((finding, "The whole text"))
         for findings in by_sign.values():
             worst, _ = max(findings)
-            names = join_names([name for _, name in sorted(findings, reverse=True)], limit)
+            names = _join_names([name for _, name in sorted(findings, reverse=True)], limit)
             found.append(("Note", f"{names}: {worst.description}; {worst.sign.advice}"))
         for (copy, first), share in self.copies.items():
             earlier = first.place if first.name == copy.name else first.name
@@ -111,7 +111,7 @@ class DataReport:
                 names_by_line["Converted", source.note].append(source.name)
         for name, reason in sorted(self.skipped, key=lambda entry: entry[1] == UNKNOWN_SUFFIX):  # these last
             names_by_line["Left out", reason].append(name)
-        return found + [(kind, f"{join_names(names, limit)}: {line}") for (kind, line), names in names_by_line.items()]
+        return found + [(kind, f"{_join_names(names, limit)}: {line}") for (kind, line), names in names_by_line.items()]
 
     def render_brief(self) -> str:
         """Return the findings for the terminal."""
@@ -149,7 +149,7 @@ class DataReport:
         return "\n".join(["# Data report\n", *lines]) + "\n"
 
 
-def join_names(names: Sequence[str], limit: int) -> str:
+def _join_names(names: Sequence[str], limit: int) -> str:
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -159,7 +159,7 @@ def describe_replaced(path: Path) -> str:
     names: list[str] = []
     with contextlib.suppress(DataError):
         names = TokenMetadata.read(path).source_names[:MAX_LISTED_NAMES]
-    text = ", ".join(map(escape_unprintable, names)) or "another text"
+    text = ", ".join(map(_escape_unprintable, names)) or "another text"
     return (
         f"{path.parent} holds the tokens of {text}, which are replaced. A run needs its tokens to continue: to keep "
         "both, use another --output_dir."
@@ -180,24 +180,24 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, settings: Setting
     if tokenizer.kind == "bpe":
         lengths = tokenizer.byte_lengths
         texts = (tokenizer.decode([i]) for i in np.argsort(-lengths, kind="stable"))
-        whole_characters = (escape_unprintable(text) for text in texts if "\ufffd" not in text)
+        whole_characters = (_escape_unprintable(text) for text in texts if "\ufffd" not in text)
         longest = itertools.islice(whole_characters, NUM_LONGEST_TOKENS)
         print("Longest tokens:", ", ".join(f'"{text}"' for text in longest))
     sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
     beginning = tokenizer.decode(sample).rstrip("\ufffd")  # the last token may hold a part of a character
-    print(f'The text begins: "{escape_unprintable(beginning)}"')
+    print(f'The text begins: "{_escape_unprintable(beginning)}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.report, folder.metadata):
         if path.exists():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    print(f"\nTrain on it:\n  {build_training_command(folder, metadata, settings.tokenizer_file)}")
+    print(f"\nTrain on it:\n  {_build_training_command(folder, metadata, settings.tokenizer_file)}")
 
 
-def escape_unprintable(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def build_training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
+def _build_training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
     """Return the command that trains on these files. If `tokenizer_file` belongs to a checkpoint, it starts from that.
     It names each file if the folder has other tokens, too."""
     data = f" --data_dir {shlex.quote(str(folder.folder))}"

@@ -50,11 +50,11 @@ class Repeats:
 
     def hashes(self) -> Iterator[tuple[int, set[int]]]:
         """Yield the hash of each document, and those of its paragraphs."""
-        for piece in whole_paragraphs(self.read(lambda count: None)):
+        for piece in _whole_paragraphs(self.read(lambda count: None)):
             if piece.begins_document:
                 document, paragraphs = hashlib.blake2b(digest_size=8), set[int]()
             document.update("".join(f"{word} " for word in piece.text.split()).encode())  # line breaks do not matter
-            paragraphs.update(hash_paragraph(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
+            paragraphs.update(_hash_paragraph(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
             if piece.ends_document:
                 yield int.from_bytes(document.digest(), "big"), paragraphs
 
@@ -62,7 +62,7 @@ class Repeats:
         """Yield the text without repeats."""
         self.left_out.clear()
         number, has_begun = -1, False
-        for piece in whole_paragraphs(self.read(on_read)):
+        for piece in _whole_paragraphs(self.read(on_read)):
             if piece.begins_document:
                 number, has_begun = number + 1, False
             if number in self.documents:
@@ -79,7 +79,7 @@ class Repeats:
         split = ["", *BLANK_LINES.split(text)]
         kept = []
         for blank, paragraph in zip(split[::2], split[1::2], strict=True):
-            if is_long(paragraph) and hash_paragraph(paragraph) in self.paragraphs:
+            if is_long(paragraph) and _hash_paragraph(paragraph) in self.paragraphs:
                 self.left_out[" ".join(paragraph.split())[:MIN_PARAGRAPH_CHARACTERS]] += 1
             else:
                 kept += [blank, paragraph]
@@ -96,12 +96,12 @@ def is_long(paragraph: str) -> bool:
     return len(paragraph) >= MIN_PARAGRAPH_CHARACTERS
 
 
-def hash_paragraph(paragraph: str) -> int:
+def _hash_paragraph(paragraph: str) -> int:
     """Return a hash that does not depend on line breaks."""
     return int.from_bytes(hashlib.blake2b(" ".join(paragraph.split()).encode(), digest_size=8).digest(), "big")
 
 
-def whole_paragraphs(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _whole_paragraphs(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yield the same text in pieces that end before blank lines, unless a paragraph is longer than a piece."""
     rest: Piece | None = None
     for piece in pieces:

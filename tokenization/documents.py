@@ -63,7 +63,7 @@ def read_pieces(
     """
     for source in sources:
         if source.is_jsonl:
-            yield from read_jsonl_pieces(source, text_key, on_read)
+            yield from _read_jsonl_pieces(source, text_key, on_read)
         else:
             line, begins_document = 1, True
             for text, ends_document, line_break, lines_before in split_documents(
@@ -172,7 +172,7 @@ class Record(NamedTuple):
     value: Any
 
 
-def read_jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
+def _read_jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
     for number, _, record in read_records(source, lambda bad: None, on_read):
         try:
             text = read_text(record, text_key)
@@ -197,22 +197,22 @@ def read_records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) 
     """Yield the records of a JSON file, whatever its suffix: one per line, an array, or a single object over many
     lines. Arrays and objects are read whole."""
     beginning = next(read_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()
-    if beginning[:1] == b"[" or is_spread(beginning):
-        yield from parse_records("".join(decode_blocks(source, on_read)), on_bad)
+    if beginning[:1] == b"[" or _is_spread(beginning):
+        yield from _parse_records("".join(decode_blocks(source, on_read)), on_bad)
         return
-    for number, line in read_json_lines(source, on_read):
+    for number, line in _read_json_lines(source, on_read):
         try:
             yield Record(number, f"line {number}", json.loads(line.decode()))
         except (ValueError, RecursionError) as problem:
-            on_bad(BadRecord(f"line {number}", describe_json_error(problem)))
+            on_bad(BadRecord(f"line {number}", _describe_json_error(problem)))
 
 
-def is_spread(beginning: bytes) -> bool:
+def _is_spread(beginning: bytes) -> bool:
     """Return whether a file begins with an object that spans several lines: no line is an object of its own."""
-    return b"\n" in beginning and all(is_incomplete(line) for line in beginning.split(b"\n") if line[:1] == b"{")
+    return b"\n" in beginning and all(_is_incomplete(line) for line in beginning.split(b"\n") if line[:1] == b"{")
 
 
-def is_incomplete(line: bytes) -> bool:
+def _is_incomplete(line: bytes) -> bool:
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -220,7 +220,7 @@ def is_incomplete(line: bytes) -> bool:
     return False
 
 
-def describe_json_error(problem: Exception) -> str:
+def _describe_json_error(problem: Exception) -> str:
     if isinstance(problem, UnicodeDecodeError):
         return f"not UTF-8 ({problem.reason} at byte {problem.start})"
     if isinstance(problem, json.JSONDecodeError):
@@ -228,7 +228,7 @@ def describe_json_error(problem: Exception) -> str:
     return f"not usable JSON ({problem})"  # thousands of digits, or of open brackets
 
 
-def parse_records(text: str, on_bad: OnBad) -> Iterator[Record]:
+def _parse_records(text: str, on_bad: OnBad) -> Iterator[Record]:
     """Yield the values of an array, or consecutive values. Stops at invalid JSON, because no later value can be
     found."""
     decoder, at = json.JSONDecoder(), skip_space(text, 0)
@@ -243,7 +243,7 @@ def parse_records(text: str, on_bad: OnBad) -> Iterator[Record]:
             if is_array and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("a comma or the end of the array is missing", text, at)
         except (ValueError, RecursionError) as problem:
-            on_bad(BadRecord(f"record {number}", f"{describe_json_error(problem)}; what follows was not read"))
+            on_bad(BadRecord(f"record {number}", f"{_describe_json_error(problem)}; what follows was not read"))
             return
         at = skip_space(text, at + (is_array and text[at] == ","))
     if is_array and skip_space(text, at + 1) != len(text):
@@ -256,15 +256,15 @@ def skip_space(text: str, at: int) -> int:
     return at
 
 
-def read_json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+def _read_json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, line) of each line that is not blank, without a byte order mark."""
-    for number, line in enumerate(read_raw_lines(source, on_read), start=1):
+    for number, line in enumerate(_read_raw_lines(source, on_read), start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if content.strip():
             yield number, content
 
 
-def read_raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
+def _read_raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
     """Yield lines with their ends. Raises DataError for a line longer than MAX_JSON_LINE_BYTES."""
     rest: list[bytes] = []
     number, length = 1, 0  # the unfinished line's

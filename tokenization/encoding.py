@@ -90,7 +90,7 @@ def encode_in_order(
     pool = ThreadPoolExecutor(workers)
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(encode_chunk, tokenizer, chunk.pieces, unknown, dtype)))
+            waiting.append((chunk, pool.submit(_encode_chunk, tokenizer, chunk.pieces, unknown, dtype)))
             if len(waiting) > workers:
                 oldest, encoded = waiting.popleft()
                 yield oldest, encoded.result()
@@ -100,7 +100,7 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[SourceText], unknown: str, dtype: np.dtype) -> Encoded:
+def _encode_chunk(tokenizer: Tokenizer, pieces: Sequence[SourceText], unknown: str, dtype: np.dtype) -> Encoded:
     """Encode the pieces of a chunk. A BPE document ends with the end-of-text token, and begins with the tokenizer's
     `bos_id` if that is another token. A character vocabulary has neither, and keeps the line break before the
     separator. Conversations are encoded by `encode_parts`."""
@@ -112,7 +112,7 @@ def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[SourceText], unknown: st
             ids, in_answer = encode_parts(tokenizer, piece.parts)
             answers.append(in_answer)
         else:
-            ids = encode_piece(tokenizer, piece, unknown)
+            ids = _encode_piece(tokenizer, piece, unknown)
             if piece.begins_document or piece.ends_document:
                 ids = np.concatenate([*begin * piece.begins_document, ids, *end * piece.ends_document])
         arrays.append(ids)
@@ -132,15 +132,15 @@ def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[
     pieces = iter(pieces)
 
     def document(piece: Piece) -> Iterator[np.ndarray]:
-        yield encode_piece(tokenizer, piece._replace(line_break=""), "error")
+        yield _encode_piece(tokenizer, piece._replace(line_break=""), "error")
         while not piece.ends_document:
             piece = next(pieces)
-            yield encode_piece(tokenizer, piece._replace(line_break=""), "error")
+            yield _encode_piece(tokenizer, piece._replace(line_break=""), "error")
 
     yield from map(document, pieces)
 
 
-def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray:
+def _encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray:
     """Encode a piece. Raises UnknownCharacterError with the place in the file."""
     if not isinstance(tokenizer, CharacterTokenizer):
         return tokenizer.encode(piece.text)

@@ -114,7 +114,7 @@ class Examination:
         return text
 
     def examine_waiting(self) -> None:
-        text = choose_pieces("\n".join(self.waiting))
+        text = _choose_pieces("\n".join(self.waiting))
         self.waiting, self.size = [], 0
         self.characters += len(text)
         self.broken += len(BROKEN_CHARACTER.findall(text))
@@ -161,7 +161,7 @@ class Examination:
         )
 
 
-def choose_pieces(block: str) -> str:
+def _choose_pieces(block: str) -> str:
     """Return pieces of a text that begin with lines."""
     if len(block) <= PIECES * PIECE_CHARACTERS:
         return block

@@ -77,7 +77,7 @@ class FileFormat(NamedTuple):
     package: str | None = None  # its name for pip, if different
 
 
-def read_json_documents(source: Source, text_key: str) -> Iterator[str | BadRecord]:
+def _read_json_documents(source: Source, text_key: str) -> Iterator[str | BadRecord]:
     """Yield the texts of a JSON file, including those of conversations."""
     bad: list[BadRecord] = []
     records = read_records(source, bad.append, lambda count: None)
@@ -93,26 +93,28 @@ def read_json_documents(source: Source, text_key: str) -> Iterator[str | BadReco
     yield from bad
 
 
-def without_key(
+def _without_key(
     documents: Callable[[BinaryIO], Iterable[str | Row | BadRecord]], module: str | None = None
 ) -> FileFormat:
     return FileFormat(lambda file, _: documents(file), module)
 
 
 KINDS = {
-    ".epub": without_key(read_epub),
-    ".html": without_key(read_html, "trafilatura"),
-    ".htm": without_key(read_html, "trafilatura"),
-    ".pdf": without_key(read_pdf, "pypdfium2"),
-    ".mbox": without_key(read_mbox),
-    ".eml": without_key(read_eml),
-    ".srt": without_key(read_subtitles),
-    ".vtt": without_key(read_subtitles),
-    ".csv": without_key(read_csv),
-    ".tsv": without_key(read_csv),
+    ".epub": _without_key(read_epub),
+    ".html": _without_key(read_html, "trafilatura"),
+    ".htm": _without_key(read_html, "trafilatura"),
+    ".pdf": _without_key(read_pdf, "pypdfium2"),
+    ".mbox": _without_key(read_mbox),
+    ".eml": _without_key(read_eml),
+    ".srt": _without_key(read_subtitles),
+    ".vtt": _without_key(read_subtitles),
+    ".csv": _without_key(read_csv),
+    ".tsv": _without_key(read_csv),
     ".parquet": FileFormat(read_parquet, "pyarrow"),
-    ".arrow": without_key(read_arrow, "pyarrow"),
-    **{suffix: without_key(build_reader(suffix), "pypandoc")._replace(package="pypandoc_binary") for suffix in FORMATS},
+    ".arrow": _without_key(read_arrow, "pyarrow"),
+    **{
+        suffix: _without_key(build_reader(suffix), "pypandoc")._replace(package="pypandoc_binary") for suffix in FORMATS
+    },
 }
 JSON = (".json", ".jsonl")
 
@@ -136,7 +138,7 @@ def detect_format(sources: Sequence[Source], text_key: str = Settings.text_key) 
                 is_chat = are_conversations(source, text_key)
             else:
                 try:
-                    is_chat = bool(isolated.call(find_chat_table, source, settings, lambda: None))
+                    is_chat = bool(isolated.call(_find_chat_table, source, settings, lambda: None))
                 except UnreadableError:
                     is_chat = False
             if not is_chat:
@@ -144,9 +146,9 @@ def detect_format(sources: Sequence[Source], text_key: str = Settings.text_key) 
     return "chat"
 
 
-def find_chat_table(source: Source, settings: Settings) -> list[Source]:
+def _find_chat_table(source: Source, settings: Settings) -> list[Source]:
     """Return a table if its first row is a conversation, else []."""
-    row = next(read_documents(source, KINDS[source.suffix], settings), None)
+    row = next(_read_documents(source, KINDS[source.suffix], settings), None)
     return [source] if is_conversation(row, settings.text_key) else []
 
 
@@ -190,8 +192,8 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
                 if missing := find_missing_packages([file]):
                     readable.skipped.append((file.name, f"it needs {missing[0]} (pip install {missing[0]})"))
                     continue
-                for text in read(convert_to_text, file, is_untrusted=file.suffix in (*KINDS, ".json")):
-                    if not text.is_named and (found := find_strongest(text)):
+                for text in read(_convert_to_text, file, is_untrusted=file.suffix in (*KINDS, ".json")):
+                    if not text.is_named and (found := _find_strongest(text)):
                         readable.skipped.append((text.name, f"{found.description}. To read it, name it with --input"))
                         continue
                     readable.sources.append(text)
@@ -203,7 +205,7 @@ def make_readable(sources: Sequence[Source], settings: Settings) -> Readable:
     return readable
 
 
-def find_strongest(source: Source) -> Finding | None:
+def _find_strongest(source: Source) -> Finding | None:
     """Return what is so much of a text that a folder's file with it is left out."""
     found = [finding for finding in read_findings(source.signs) if finding.share >= finding.sign.left_out_from]
     return max(found, key=lambda finding: finding.share, default=None)
@@ -246,11 +248,11 @@ def list_files(source: Source, settings: Settings) -> list[Source]:
     parts."""
     if isinstance(source, HubSource) and source.suffix not in STREAMED_SUFFIXES:
         with hub_errors(source.name):
-            source = write_extracted(source, source.suffix, read_up_to_limit(source), "")
+            source = _write_extracted(source, source.suffix, _read_up_to_limit(source), "")
     return list_members(source) if source.suffix == ".zip" else [source]
 
 
-def convert_to_text(source: Source, settings: Settings) -> list[Source]:
+def _convert_to_text(source: Source, settings: Settings) -> list[Source]:
     """Return a plain-text source itself, or a file with the extracted text. Raises DataError."""
     is_chat, suffix = settings.format == "chat", source.suffix
     if source.refusal:
@@ -259,25 +261,25 @@ def convert_to_text(source: Source, settings: Settings) -> list[Source]:
         raise UnreadableError(reason)
     if suffix in JSON:
         is_text = suffix == ".jsonl" and not are_conversations(source, settings.text_key)
-        read = check_records if is_chat or is_text else convert_json
+        read = _check_records if is_chat or is_text else _convert_json
         try:
             return [read(source, settings)]
         except (NotUTF8Error, UnreadableError):
-            converted = convert_encoding(source, settings)
+            converted = _convert_encoding(source, settings)
             if not converted.is_converted:
                 raise
             return [read(converted, settings)]
     kind = KINDS.get(suffix)
     if kind is None:
-        return [convert_plain(source, settings)]
+        return [_convert_plain(source, settings)]
     if suffix in (".csv", ".tsv"):
-        source = convert_encoding(source, settings)
+        source = _convert_encoding(source, settings)
     with hub_errors(source.name) if isinstance(source, HubSource) else contextlib.nullcontext():
-        text_source = write_lines(source, source.note or suffix[1:], settings, read_documents(source, kind, settings))
-    return [check_records(text_source, settings) if is_chat else text_source]
+        text_source = _write_lines(source, source.note or suffix[1:], settings, _read_documents(source, kind, settings))
+    return [_check_records(text_source, settings) if is_chat else text_source]
 
 
-def read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iterator[str | Row | BadRecord]:
+def _read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iterator[str | Row | BadRecord]:
     try:
         with source.open() as file:
             macros = find_macros(source) if source.suffix == ".tex" else b""
@@ -286,16 +288,16 @@ def read_documents(source: Source, kind: FileFormat, settings: Settings) -> Iter
         raise UnreadableError(f"it needs {kind.module}, which cannot be imported: {error}") from None
 
 
-def convert_json(source: Source, settings: Settings) -> Source:
+def _convert_json(source: Source, settings: Settings) -> Source:
     note = source.note or source.suffix[1:]
     if are_conversations(source, settings.text_key):
         note = "conversations as text (with --format chat, training learns only the answers)"
-    return write_lines(source, note, settings, read_json_documents(source, settings.text_key))
+    return _write_lines(source, note, settings, _read_json_documents(source, settings.text_key))
 
 
-def convert_plain(source: Source, settings: Settings) -> Source:
+def _convert_plain(source: Source, settings: Settings) -> Source:
     """Return a text file in UTF-8, without boilerplate, such as the licence of Project Gutenberg."""
-    source = convert_encoding(source, settings)
+    source = _convert_encoding(source, settings)
     if not source.text_bytes:
         raise UnreadableError("it is empty")
     blocks = decode_blocks(source, lambda count: None)
@@ -311,7 +313,7 @@ def convert_plain(source: Source, settings: Settings) -> Source:
     if not text.strip():
         raise UnreadableError("it has no text")
     check = Examination()
-    text_source = write_extracted(
+    text_source = _write_extracted(
         source,
         source.suffix,
         [check.add(text).encode()],
@@ -322,7 +324,7 @@ def convert_plain(source: Source, settings: Settings) -> Source:
     return replace(text_source, is_converted=source.is_converted)
 
 
-def check_records(source: Source, settings: Settings) -> Source:
+def _check_records(source: Source, settings: Settings) -> Source:
     """Read a JSON Lines file to its end, and return it with its size and the records left out. Raises DataError."""
     size, tally, check = 0, Tally(), Examination()
 
@@ -346,7 +348,7 @@ def check_records(source: Source, settings: Settings) -> Source:
     return replace(source, text_bytes=size, left_out=tally.describe(), signs=check.finish())
 
 
-def write_extracted(
+def _write_extracted(
     source: Source,
     suffix: str,
     blocks: Iterable[bytes],
@@ -382,14 +384,14 @@ def write_extracted(
     return replace(text_source, text_bytes=text_source.size, is_named=source.is_named, **found)
 
 
-def write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
+def _write_lines(source: Source, note: str, settings: Settings, documents: Iterable[str | Row | BadRecord]) -> Source:
     """Write documents as JSON Lines. Raises UnreadableError if there are none, if most are unusable, or if they are not
     text."""
     tally, check = Tally(), Examination()
 
     def blocks() -> Iterator[bytes]:
         count = 0
-        for document in documents if settings.format == "chat" else read_rows(documents, settings.text_key):
+        for document in documents if settings.format == "chat" else _read_rows(documents, settings.text_key):
             if isinstance(document, BadRecord):
                 tally.skip(document)
                 continue
@@ -404,12 +406,12 @@ def write_lines(source: Source, note: str, settings: Settings, documents: Iterab
         if not count:
             raise UnreadableError("it has no text")
 
-    return write_extracted(
+    return _write_extracted(
         source, ".jsonl", blocks(), note, settings.text_key, settings.format, check=check, tally=tally
     )
 
 
-def read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iterator[str | BadRecord]:
+def _read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iterator[str | BadRecord]:
     """Yield documents, and the texts of rows: those of the named column, of conversations, or of the only column with
     texts, if it holds most of the letters. Raises UnreadableError if no column fits."""
     rest, first, column = iter(documents), list[str | Row | BadRecord](), None
@@ -421,13 +423,13 @@ def read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iter
         column = find_text_key(row, text_key)
         if column is None:
             first += itertools.islice(rest, MAX_JUDGED_ROWS)
-            column = find_only_text([row for row in first if isinstance(row, dict)], text_key)
+            column = _find_only_text([row for row in first if isinstance(row, dict)], text_key)
     for number, row in enumerate(itertools.chain(first, rest), 1):
         if isinstance(row, BadRecord):
             yield row
             continue
         try:
-            texts = [row] if isinstance(row, str) else read_row(row, column, text_key)
+            texts = [row] if isinstance(row, str) else _read_row(row, column, text_key)
         except ValueError as problem:
             yield BadRecord(f"row {number}", str(problem))
             continue
@@ -436,7 +438,7 @@ def read_rows(documents: Iterable[str | Row | BadRecord], text_key: str) -> Iter
             yield cleaner[0](text) if cleaner else text
 
 
-def read_row(row: Row, column: str | None, text_key: str) -> list[str]:
+def _read_row(row: Row, column: str | None, text_key: str) -> list[str]:
     """Return the text in a column of a row, or those of a conversation. Raises ValueError."""
     if column is None:
         return extract_texts(row, text_key)
@@ -446,12 +448,12 @@ def read_row(row: Row, column: str | None, text_key: str) -> list[str]:
     return [value or ""]
 
 
-def find_only_text(rows: Sequence[Row], text_key: str) -> str:
+def _find_only_text(rows: Sequence[Row], text_key: str) -> str:
     """Return the only column with texts that are not numbers. Raises UnreadableError if it has few of the letters."""
     letters, texts = Counter[str](), set[str]()
     for name, value in (pair for row in rows for pair in row.items()):
         letters[name] += sum(map(str.isalpha, str(value)))
-        if isinstance(value, str) and not is_number(value):
+        if isinstance(value, str) and not _is_number(value):
             texts.add(name)
     if len(texts) != 1 or 2 * letters[min(texts)] < letters.total():
         names = ", ".join(map(str, rows[0]))
@@ -459,7 +461,7 @@ def find_only_text(rows: Sequence[Row], text_key: str) -> str:
     return texts.pop()
 
 
-def is_number(value: str) -> bool:
+def _is_number(value: str) -> bool:
     try:
         float(value.replace(",", "."))
     except ValueError:
@@ -476,7 +478,7 @@ def split_document(document: str, settings: Settings) -> Iterator[Row]:
         document = document[len(part) :]
 
 
-def read_up_to_limit(source: Source) -> Iterator[bytes]:
+def _read_up_to_limit(source: Source) -> Iterator[bytes]:
     """Yield the lines within `max_bytes` of a source, or the whole of a file without lines."""
     limit, count = source.max_bytes if source.suffix in LINE_SUFFIXES else math.inf, 0
     for block in read_blocks(source):
@@ -487,7 +489,7 @@ def read_up_to_limit(source: Source) -> Iterator[bytes]:
         count += len(block)
 
 
-def convert_encoding(source: Source, settings: Settings) -> Source:
+def _convert_encoding(source: Source, settings: Settings) -> Source:
     """Return a UTF-8 source itself, or a file converted to UTF-8. Raises UnreadableError if its encoding cannot be
     guessed, or if it is not text."""
     size, check = 0, Examination()
@@ -504,15 +506,15 @@ def convert_encoding(source: Source, settings: Settings) -> Source:
         errors = 0 if encoding else count_errors(read_blocks(source))
         if errors:
             encoding, note = "utf-8", f", in which {plural(errors, 'character')} cannot be decoded"
-        encoding = encoding or require_guess(problem.sample)
+        encoding = encoding or _require_guess(problem.sample)
         check, note = Examination(), f"from {encoding}{note}"
-        blocks = reencode(source, encoding, check)
-        text_source = write_extracted(source, source.suffix, blocks, note, encoding, check=check)
+        blocks = _reencode(source, encoding, check)
+        text_source = _write_extracted(source, source.suffix, blocks, note, encoding, check=check)
         return replace(text_source, is_converted=True)
     return replace(source, text_bytes=size, signs=check.finish())
 
 
-def require_guess(sample: bytes) -> str:
+def _require_guess(sample: bytes) -> str:
     if 0 in sample:
         raise UnreadableError("it contains NUL bytes, so it is binary or UTF-16; for UTF-16, use --encoding utf-16-le")
     if not has_chardet():
@@ -524,7 +526,7 @@ def require_guess(sample: bytes) -> str:
     raise UnreadableError("it is not UTF-8, and its encoding cannot be guessed; name it with --encoding")
 
 
-def reencode(source: Source, encoding: str, check: Examination) -> Iterator[bytes]:
+def _reencode(source: Source, encoding: str, check: Examination) -> Iterator[bytes]:
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
     decoder = codecs.getincrementaldecoder(encoding)("replace" if is_utf8 else "strict")
     try:

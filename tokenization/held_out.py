@@ -56,7 +56,7 @@ class HeldOut:
             self.held.clear()
             waiting: list[SourceText] = []
             self.documents = 0
-            for piece, is_held in join_passages(self.mark_passages(read(on_read))):
+            for piece, is_held in _join_passages(self.mark_passages(read(on_read))):
                 if is_held:
                     waiting.append(piece)
                     self.documents += isinstance(piece, Conversation) or piece.ends_document
@@ -163,7 +163,7 @@ def find_passage_end(text: str, start: int, is_whole: bool) -> int:
         before = end = 0
         for match in paragraph_end.finditer(text, start + MIN_PASSAGE, limit):
             before, end = end, match.end()
-            letters = encode_letters(text[before:end]) if before else b""
+            letters = _encode_letters(text[before:end]) if before else b""
             if zlib.crc32(letters) % EXTRA_CHARACTERS < len(letters):
                 return end
         if before:
@@ -171,7 +171,7 @@ def find_passage_end(text: str, start: int, is_whole: bool) -> int:
     return end or text.rfind(" ", start + MIN_PASSAGE, limit) + 1 or find_letter_boundary(text, limit)
 
 
-def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
+def _join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
     """Join consecutive passages of a document that are in the same split, and yield them in pieces, cut where it
     changes no token. A document ends where the split changes."""
     pending: list[Piece] = []
@@ -205,10 +205,10 @@ def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[S
 
 def hash_passage(text: str) -> float:
     """Return a hash from 0 to 1. White space does not matter, so neither do the line breaks of a book's formats."""
-    digest = hashlib.blake2b(encode_letters(text), digest_size=8).digest()
+    digest = hashlib.blake2b(_encode_letters(text), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def encode_letters(text: str) -> bytes:
+def _encode_letters(text: str) -> bytes:
     """Return a text without its white space."""
     return text.encode().translate(None, WHITE_SPACE)

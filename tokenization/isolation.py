@@ -56,7 +56,7 @@ class IsolatedReader:
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, start_new_session=True
         )
         self.answers: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=receive_lines, args=(process, self.answers), daemon=True).start()
+        threading.Thread(target=_receive_lines, args=(process, self.answers), daemon=True).start()
         return process
 
     def stop(self) -> int:
@@ -100,14 +100,14 @@ class IsolatedReader:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), answer["full_disk"])
         if "reason" in answer:
             raise UnreadableError(answer["reason"])
-        return [build_source(fields) for fields in answer["sources"]]
+        return [_build_source(fields) for fields in answer["sources"]]
 
 
-def build_source(fields: dict[str, Any]) -> Source:
+def _build_source(fields: dict[str, Any]) -> Source:
     return Source(**{**fields, "path": Path(fields["path"])})
 
 
-def receive_lines(process: subprocess.Popen[bytes], answers: queue.Queue[bytes]) -> None:
+def _receive_lines(process: subprocess.Popen[bytes], answers: queue.Queue[bytes]) -> None:
     """Put the lines that a process prints into a queue, and b"" at its end."""
     assert process.stdout is not None
     with process.stdout as lines:
@@ -131,12 +131,12 @@ def serve() -> None:
             with contextlib.suppress(NameError, OSError, ValueError):
                 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
-        result = run_work(work, build_source(source), Settings(**{**settings, "input": tuple(settings["input"])}))
+        result = _run_work(work, _build_source(source), Settings(**{**settings, "input": tuple(settings["input"])}))
         out.write(json.dumps(result, default=str).encode() + b"\n")
         out.flush()
 
 
-def run_work(work: Work, source: Source, settings: Settings) -> dict[str, object]:
+def _run_work(work: Work, source: Source, settings: Settings) -> dict[str, object]:
     with contextlib.suppress(NameError, OSError, ValueError):
         limit = int(max(ALWAYS_ALLOWED_BYTES, MAX_UNPACK_RATIO * source.size))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -72,12 +72,12 @@ def recognize(beginning: bytes, name: str) -> tuple[str, str]:
     suffix = os.path.splitext(name.lower())[1]
     suffix = OTHER_SUFFIXES.get(suffix, suffix)
     known = suffix if suffix in TEXT_SUFFIXES else ""
-    text = decode_beginning(beginning)
+    text = _decode_beginning(beginning)
     kind = next((kind for signature, kind in SIGNATURES if re.match(signature, beginning, re.S)), "")
     if kind == ".zip" and suffix != kind:  # a document whose parts are in another order
-        kind = known if suffix in (".epub", ".docx", ".odt") else suffix if advise(suffix) else kind
+        kind = known if suffix in (".epub", ".docx", ".odt") else suffix if _advise(suffix) else kind
     elif not kind and JSON_BEGINNING.match(text):
-        kind = suffix if suffix in (".json", ".jsonl", ".ipynb") else choose_json(text)
+        kind = suffix if suffix in (".json", ".jsonl", ".ipynb") else _choose_json(text)
     kind = kind or next((kind for pattern, kind in BEGINNINGS if re.match(pattern, text)), "")
     root = re.match(rf"{XML_BEGINNING}<([a-z][\w:.-]*)", text)
     if not kind and root and (text.startswith("<?xml") or suffix == ".xml"):
@@ -85,20 +85,20 @@ def recognize(beginning: bytes, name: str) -> tuple[str, str]:
     if kind and not kind.startswith("."):
         return "", kind
     kind = kind or suffix
-    return (kind, "") if kind in TEXT_SUFFIXES else ("", advise(kind))
+    return (kind, "") if kind in TEXT_SUFFIXES else ("", _advise(kind))
 
 
-def advise(suffix: str) -> str:
+def _advise(suffix: str) -> str:
     return next((advice for suffixes, advice in ADVICE.items() if suffix in suffixes), "")
 
 
-def decode_beginning(beginning: bytes) -> str:
+def _decode_beginning(beginning: bytes) -> str:
     is_utf16 = beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = beginning.decode("utf-16" if is_utf16 else "utf-8", "ignore")
     return text.lstrip("\ufeff \t\r\n").replace("\r\n", "\n")
 
 
-def choose_json(text: str) -> str:
+def _choose_json(text: str) -> str:
     """Return whether a file with this beginning has one object per line, or other JSON."""
     try:
         return ".jsonl" if isinstance(json.loads(text.split("\n", 1)[0]), dict) else ".json"

@@ -146,16 +146,16 @@ def read_tokens(bin_path: Path, metadata: TokenMetadata, mapped: bool) -> np.nda
     """Return the tokens, (total_tokens,), of a token file, or of its `.gz` if it is missing; as a memory map if
     `mapped`. Raises DataError for a file that is missing, damaged or of the wrong size."""
     if not bin_path.exists() and mapped:
-        unpack(require_packed(bin_path, metadata), bin_path, metadata)
+        unpack(_require_packed(bin_path, metadata), bin_path, metadata)
     if not bin_path.exists():  # it may be on Drive: read it once, and write nothing there
-        return read_packed(require_packed(bin_path, metadata), metadata)
+        return _read_packed(_require_packed(bin_path, metadata), metadata)
     check_size(bin_path, metadata)
     # Mode "c" maps private pages, because PyTorch needs writable memory and the file must not change.
     dtype = metadata.numpy_dtype
     return np.memmap(bin_path, dtype, mode="c") if mapped else np.fromfile(bin_path, dtype)
 
 
-def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
+def _require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
     """Return the `.gz` to unpack because the token file is missing. Raises DataError if it is missing, too, or too
     small."""
     packed = Path(f"{bin_path}.gz")
@@ -169,7 +169,7 @@ def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
     return packed
 
 
-def unpack_blocks(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
+def _unpack_blocks(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
     """Yield the bytes of a compressed token file. Raises DataError if it is damaged, or if its size differs from the
     metadata, so that a wrong file cannot fill the disk or the memory."""
     print(f"Unpacking  {packed} ...")
@@ -192,15 +192,15 @@ def unpack_blocks(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
 
 def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
     with atomic_write(bin_path) as target:
-        for piece in unpack_blocks(packed, metadata):
+        for piece in _unpack_blocks(packed, metadata):
             target.write(piece)
 
 
-def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
+def _read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
     """Return the tokens, (total_tokens,), of a compressed token file."""
     tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
     held, place = tokens.view(np.uint8), 0
-    for piece in unpack_blocks(packed, metadata):
+    for piece in _unpack_blocks(packed, metadata):
         held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
         place += len(piece)
     return tokens

@@ -127,12 +127,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     if "input" not in flags:
         problems.append("--input is missing. Name the text to tokenize, as in --input my_text.txt")
     settings = check(Settings, flags, problems, {key: f"--{key}" for key in flags})
-    parser.require_none(problems + list_without_effect(flags))
+    parser.require_none(problems + _list_without_effect(flags))
     assert settings is not None
     return settings
 
 
-def list_without_effect(flags: Mapping[str, Any]) -> list[str]:
+def _list_without_effect(flags: Mapping[str, Any]) -> list[str]:
     """Return a problem for each given flag that has no effect with the others."""
     problems = []
     if "tokenizer_file" in flags or flags.get("tokenizer") == "char":

@@ -126,7 +126,7 @@ class TokenFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{self.folder}, or a part of its path, is a file. Choose another folder.") from None
-        with locked(self.folder, lambda: in_use_error(self.folder)):
+        with locked(self.folder, lambda: _in_use_error(self.folder)):
             yield
 
     def open_work(self, fingerprint: str) -> None:
@@ -191,7 +191,7 @@ class TokenFolder:
         return dataclasses.replace(metadata, path=self.metadata)
 
 
-def in_use_error(folder: Path) -> DataError:
+def _in_use_error(folder: Path) -> DataError:
     who = ""
     with contextlib.suppress(OSError, ValueError):  # the other process has just ended or begun
         who = describe_holder(max(folder.glob(f".*.partial/{WORK_MARKER}"), key=lambda path: path.stat().st_mtime))
@@ -225,7 +225,7 @@ def require_same_files(folder: Path, inputs: Sequence[str], sources: Sequence[So
     for path in existing:
         metadata = TokenMetadata.read(path)
         if metadata.tokenizer_type != kind or list(metadata.source_files) != files:
-            raise other_tokens_error(metadata, f"not {kind} tokens of the current {', '.join(inputs)}")
+            raise _other_tokens_error(metadata, f"not {kind} tokens of the current {', '.join(inputs)}")
 
 
 def require_same_tokens(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
@@ -234,22 +234,22 @@ def require_same_tokens(folder: TokenFolder, inputs: Sequence[str], metadata: To
         existing = TokenMetadata.read(folder.metadata)
         keys = ("tokens_sha256", "tokenizer_sha256", "train_tokens")
         if any(getattr(existing, key) != getattr(metadata, key) for key in keys):
-            raise other_tokens_error(
-                existing, f"not those of the current {', '.join(inputs)} ({describe_counts(metadata)})"
+            raise _other_tokens_error(
+                existing, f"not those of the current {', '.join(inputs)} ({_describe_counts(metadata)})"
             )
 
 
-def other_tokens_error(metadata: TokenMetadata, asked_for: str) -> DataError:
+def _other_tokens_error(metadata: TokenMetadata, asked_for: str) -> DataError:
     names = metadata.source_names
     files = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
     return DataError(
         f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {files or 'another text'} "
-        f"({describe_counts(metadata)}), {asked_for}. They are kept, because a run may need them. Choose another "
+        f"({_describe_counts(metadata)}), {asked_for}. They are kept, because a run may need them. Choose another "
         "--data_dir, or leave --input out to train on the old tokens."
     )
 
 
-def describe_counts(metadata: TokenMetadata) -> str:
+def _describe_counts(metadata: TokenMetadata) -> str:
     return f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
 
 
@@ -300,7 +300,7 @@ class TokenWriter:
             entry = json.loads(line)
             sizes = (entry["tokens"] * dtype.itemsize, entry["documents"] * 8, entry.get("answer_bytes", 0))
             contents = [file.read(size) for file, size in zip(contents_of, sizes, strict=True)]
-            if compute_checksum(contents) != entry["crc32"]:
+            if _compute_checksum(contents) != entry["crc32"]:
                 break
             ends = [end + size for end, size in zip(ends, (*sizes, len(line)), strict=True)]
             self.count(contents[0], entry["documents"])
@@ -317,7 +317,7 @@ class TokenWriter:
             b"" if in_answer is None else in_answer.tobytes(),
         ]
         entry = {"tokens": len(tokens), "documents": len(document_ends), "answer_bytes": len(contents[2])}
-        entry["crc32"] = compute_checksum(contents)
+        entry["crc32"] = _compute_checksum(contents)
         contents.append((json.dumps(entry) + "\n").encode())
         for file, content in zip(self.files, contents, strict=True):
             file.write(content)
@@ -352,7 +352,7 @@ class TokenWriter:
         return counted + count_length(rest, self.byte_lengths)
 
 
-def compute_checksum(contents: Sequence[bytes]) -> int:
+def _compute_checksum(contents: Sequence[bytes]) -> int:
     return functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), contents, 0)
 
 

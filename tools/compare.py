@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.checkpoint import open_checkpoint  # imported here, because --help should not wait for torch
     from generation.comparison import Comparison
 
-    folders = name_runs([Path(run) for run in options.runs])
+    folders = _name_runs([Path(run) for run in options.runs])
     checkpoints = {name: open_checkpoint(folder) for folder, name in folders.items()}
-    metrics = {name: read_metrics(find_records_of(each.path)) for name, each in checkpoints.items()}
+    metrics = {name: read_metrics(_find_records_of(each.path)) for name, each in checkpoints.items()}
     comparison = Comparison.of(checkpoints, metrics, options.device)
     print(*comparison.describe_verdict(), sep="\n")
     for head, *rows in comparison.build_tables():
@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def name_runs(folders: Sequence[Path]) -> dict[Path, str]:
+def _name_runs(folders: Sequence[Path]) -> dict[Path, str]:
     """Return {folder: name} without duplicates, with the whole path if several folders have that name."""
     unique = {path.resolve(): path for path in reversed(folders)}
     names = [path.name for path in unique]
     return {unique[path]: path.name if names.count(path.name) == 1 else str(unique[path]) for path in reversed(unique)}
 
 
-def find_records_of(checkpoint: Path) -> Path:
+def _find_records_of(checkpoint: Path) -> Path:
     """Return the folder with the records of a checkpoint's run."""
     return find_records(checkpoint.parents[checkpoint.parent.name == "checkpoints"])
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(options.run or find_newest_run())
-    name, is_chat = name_model(checkpoint.path), checkpoint.chat_template() is not None
+    name, is_chat = _name_model(checkpoint.path), checkpoint.chat_template() is not None
     try:
         file = find_or_write_gguf(checkpoint, name)
     except ConfigError as problem:
@@ -103,7 +103,7 @@ def start(file: Path, name: str, context: int, is_chat: bool, host: str, port: i
         raise CheckpointError(f"llama.cpp cannot serve {file}: {problem}") from None
 
 
-def name_model(checkpoint: Path) -> str:
+def _name_model(checkpoint: Path) -> str:
     """Return the name of a checkpoint's run, or of its folder if it is in no run."""
     parts = [part for part in checkpoint.resolve().parts if not CHECKPOINT_NAME.fullmatch(part)]
     return next(part for part in reversed(parts) if part != "checkpoints")

@@ -90,7 +90,10 @@ class CapturedStep:
         replay = self.replay_first
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
             torch._foreach_copy_(self.inputs, micro_batch)
-            self.weight.copy_(weight) if isinstance(weight, torch.Tensor) else self.weight.fill_(weight)
+            if isinstance(weight, torch.Tensor):
+                self.weight.copy_(weight)
+            else:
+                self.weight.fill_(weight)
             replay()
             replay = self.replay_next
         return self.total

@@ -155,7 +155,7 @@ class Clock:
             self.step_seconds = (self.training_seconds - self.first_done) / (self.steps - 1)
 
     @property
-    def limit_reached(self) -> str:
+    def max_hours_message(self) -> str:
         """The reason if --max_hours ends the run here, and what to type; else empty."""
         hours = self.run.config.max_hours
         if hours and self.elapsed >= 3600 * hours:

@@ -64,43 +64,43 @@ def plan_runs(
 
     Raises ConfigError for an unsuitable companion, and what these two and the dial raise.
     """
-    require_suitable(requested)
+    _require_suitable(requested)
     own = measure_text(requested)
-    argv = build_base_argv(requested)
+    argv = _build_base_argv(requested)
     wanted = parse_config(argv)
-    before = base = find_companion_base(wanted, argv, own)
-    note_setting_aside(requested)
+    before = base = _find_companion_base(wanted, argv, own)
+    _note_setting_aside(requested)
     if not base.is_enough:
         verb = "Continuing" if base.checkpoint else "Training"
         print(f"Companion  {verb} {wanted.run_dir} on {wanted.input}, then training its best weights on {own.name}")
-        config = choose(argv, wanted, started) if base.is_chosen else choose_base(argv, wanted, own, started)
-        yield with_minutes(config, wanted.minutes - own_minutes(own, config), wanted.minutes), started
+        config = choose(argv, wanted, started) if base.is_chosen else _choose_base(argv, wanted, own, started)
+        yield _with_minutes(config, wanted.minutes - own_minutes(own, config), wanted.minutes), started
         if config.dry_run or config.profile:
             return
-        base = find_companion_base(wanted, argv, own)
+        base = _find_companion_base(wanted, argv, own)
     minutes = max(requested.minutes - base.seconds / 60, own_minutes(own, base.config))
     print(
         f"\nCompanion  {wanted.run_dir} was trained on {wanted.input} for {duration(base.seconds)} of --minutes "
         f"{requested.minutes:g}. Now training on {own.name} for about {duration(60 * minutes)}"
     )
-    if before.is_enough and has_changed(base):
+    if before.is_enough and _has_changed(base):
         print(
             f"Note       {wanted.input} has changed since this base was trained. To train a new one, move or delete "
             f"{wanted.run_dir}"
         )
     assert base.checkpoint is not None
-    weights = Checkpoint(find_best_weights(base.config, open_mirror(base.config), base.checkpoint))
+    weights = Checkpoint(find_best_weights(base.config, _open_mirror(base.config), base.checkpoint))
     data_dir = tokenize(replace(requested, init_from=str(weights.path)), Previous(init=weights))
-    config = choose_own(requested, own, base, minutes, weights, str(data_dir))
-    yield with_minutes(config, minutes, requested.minutes), started + base.seconds - before.seconds
+    config = _choose_own(requested, own, base, minutes, weights, str(data_dir))
+    yield _with_minutes(config, minutes, requested.minutes), started + base.seconds - before.seconds
 
 
-def with_minutes(config: Config, minutes: float, total: float) -> Config:
+def _with_minutes(config: Config, minutes: float, total: float) -> Config:
     """Return the configuration of a run that gets a part of the minutes."""
     return replace(config, minutes=round(minutes, 2), sources=config.sources | {"minutes": f"of --minutes {total:g}"})
 
 
-def require_suitable(config: Config) -> None:
+def _require_suitable(config: Config) -> None:
     """Raise ConfigError if the configuration does not allow a companion."""
     if not config.needs_dial or config.data_dir:
         raise ConfigError(
@@ -122,21 +122,21 @@ def require_suitable(config: Config) -> None:
             print(f"Note       {len(own & other):,} files are in both texts; both runs hold out the same parts of them")
 
 
-def build_base_argv(config: Config) -> list[str]:
+def _build_base_argv(config: Config) -> list[str]:
     """Return the flags of the base. Its run folder is beside the run of the own text."""
     companion = str(config.companion)
     max_mb = {} if companion.startswith(HUB) else {"max_mb": None}
     run_dir = config.run_dir.parent / f"base_{name_input(companion)}"
-    return build_argv(config, input=companion, companion=None, output_dir=str(run_dir), resume=None, **max_mb)
+    return _build_argv(config, input=companion, companion=None, output_dir=str(run_dir), resume=None, **max_mb)
 
 
-def build_argv(config: Config, **instead: str | None) -> list[str]:
+def _build_argv(config: Config, **instead: str | None) -> list[str]:
     """Return the flags that `config` was read from, with some replaced, or left out (None)."""
     flags = {key: value for key, value in config.values().items() if config.sources[key] == "flag"} | instead
     return [f"--{key}={value}" for key, value in flags.items() if value is not None]
 
 
-def open_mirror(config: Config) -> Mirror | None:
+def _open_mirror(config: Config) -> Mirror | None:
     return Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
 
 
@@ -151,16 +151,16 @@ class Base(NamedTuple):
     is_enough: bool = False  # needs no more training
 
 
-def find_companion_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
+def _find_companion_base(wanted: Config, argv: list[str], own: TextStats) -> Base:
     """Find the base, here or in its mirror. Raises ConfigError if its folder holds a run on another text, or if flags
     ask for another model."""
     kept, forecast = recover_choice(wanted, DIAL_SOURCE)
     config = replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast)
-    previous = find_previous(wanted, open_mirror(wanted))
+    previous = find_previous(wanted, _open_mirror(wanted))
     if previous.checkpoint is None or previous.saved is None:
         return Base(config, is_chosen=bool(kept))
     state, then = previous.saved.state, previous.saved.config
-    require_same_base(wanted, then)
+    _require_same_base(wanted, then)
     ended = replace(config, minutes=then["minutes"])
     windows = count_windows(previous.saved.data["train_tokens"], config.max_seq_len)
     used_its_minutes = time_progress(state, ended) >= FINISHED_PROGRESS
@@ -172,10 +172,10 @@ def find_companion_base(wanted: Config, argv: list[str], own: TextStats) -> Base
     return Base(config, True, previous.checkpoint, state.elapsed_seconds, state.tokens, is_enough)
 
 
-def require_same_base(wanted: Config, then: dict[str, Any]) -> None:
+def _require_same_base(wanted: Config, then: dict[str, Any]) -> None:
     """Raise ConfigError if the existing base has another text or model."""
     otherwise = f"To train another base, move or delete {wanted.run_dir}, or choose another --output_dir."
-    if resolve_path(then["input"]) != resolve_path(wanted.input):
+    if _resolve_path(then["input"]) != _resolve_path(wanted.input):
         raise ConfigError(f"{wanted.run_dir} was trained on {then['input']}, not on {wanted.input}. {otherwise}")
     for key in (*MODEL_KEYS, "vocab_size", "tokenizer"):
         if key != "dropout" and wanted.is_explicit(key) and getattr(wanted, key) != then.get(key):
@@ -185,12 +185,12 @@ def require_same_base(wanted: Config, then: dict[str, Any]) -> None:
             )
 
 
-def resolve_path(text: Any) -> str:
+def _resolve_path(text: Any) -> str:
     """Return the absolute path of a text, or its hub address."""
     return str(text) if str(text).startswith(HUB) else os.path.realpath(os.path.expanduser(str(text)))
 
 
-def has_changed(base: Base) -> bool:
+def _has_changed(base: Base) -> bool:
     """Return whether files of the companion were added or edited since the base was trained; False if its tokens are
     gone."""
     then = (
@@ -201,27 +201,27 @@ def has_changed(base: Base) -> bool:
     return then is not None and text_settings(base.config, Previous()).output_dir != str(then.path.parent)
 
 
-def note_setting_aside(requested: Config) -> None:
+def _note_setting_aside(requested: Config) -> None:
     """Print a note if the folder holds a run that had no companion, or another one."""
-    saved = find_previous(requested, open_mirror(requested)).saved
-    if saved is not None and resolve_path(saved.config.get("companion")) != resolve_path(requested.companion):
+    saved = find_previous(requested, _open_mirror(requested)).saved
+    if saved is not None and _resolve_path(saved.config.get("companion")) != _resolve_path(requested.companion):
         print(
             f"Note       {requested.run_dir} holds a run with {saved.config.get('companion') or 'no companion'}. It is "
             "renamed when the new run begins. To keep its name, press Ctrl-C and choose another --output_dir"
         )
 
 
-def choose_base(argv: list[str], wanted: Config, own: TextStats, started: float) -> Config:
+def _choose_base(argv: list[str], wanted: Config, own: TextStats, started: float) -> Config:
     """Choose a base for the companion, and print the forecast for the own text."""
     text = measure_text(wanted)
-    ratio = require_similar(own, text)
+    ratio = _require_similar(own, text)
     dial = Dial(argv, text, wanted, started=started)
     dial.own_text = own
     config = dial.choose_config()
     assert config.forecast is not None
     seconds = 60 * (wanted.minutes - own_minutes(own, config)) * (1 - EVALUATING_SHARE)
     tokens = min(config.epochs * dial.text.train_tokens, seconds * config.forecast.tokens_per_second)
-    print_own_forecast(own, forecast_own(own, dial.text, config, tokens / dial.text.train_tokens, ratio))
+    _print_own_forecast(own, forecast_own(own, dial.text, config, tokens / dial.text.train_tokens, ratio))
     return config
 
 
@@ -233,7 +233,7 @@ def own_minutes(own: TextStats, base: Config) -> float:
     return min(tokens / speed / (1 - EVALUATING_SHARE) / 60 + OWN_START_SHARE * base.minutes, base.minutes / 2)
 
 
-def require_similar(own: TextStats, companion: TextStats) -> float:
+def _require_similar(own: TextStats, companion: TextStats) -> float:
     """Return the token ratio of the two texts. Raises ConfigError for a companion that would make the loss worse."""
     if own.is_chat or companion.is_chat:  # samples of conversations are JSON
         return 1.0
@@ -275,7 +275,7 @@ def block_parameters(num_layers: int, embed_dim: int) -> float:
     return 12.0 * num_layers * embed_dim**2
 
 
-def print_own_forecast(own: TextStats, expected: OwnForecast) -> None:
+def _print_own_forecast(own: TextStats, expected: OwnForecast) -> None:
     """Print the forecast for the own text with the companion and without."""
     loss, error, alone = expected
     print(
@@ -289,7 +289,7 @@ def print_own_forecast(own: TextStats, expected: OwnForecast) -> None:
         )
 
 
-def choose_own(
+def _choose_own(
     requested: Config, own: TextStats, base: Base, minutes: float, weights: Checkpoint, data_dir: str
 ) -> Config:
     """Choose the settings of the run that starts from the base's `weights`, or return those of the existing run.
@@ -297,9 +297,9 @@ def choose_own(
 
     An existing run is set aside if its text has changed, or if more minutes were given and the base has used them.
     """
-    argv = build_argv(requested)
+    argv = _build_argv(requested)
     (now,) = map(TokenMetadata.read, find_metadata(Path(data_dir)))
-    previous = find_previous(requested, open_mirror(requested))
+    previous = find_previous(requested, _open_mirror(requested))
     saved, (kept, forecast) = previous.saved, recover_choice(requested, DIAL_SOURCE)
     is_same_base = saved is None or saved.state.initialized_from == weights.weights_sha256()
     is_same_text = saved is None or saved.data["tokens_sha256"] == now.tokens_sha256
@@ -328,8 +328,8 @@ def choose_own(
         return config
     companion = measure_tokens(replace(requested, data_dir=str(learned.path.parent)))
     companion = companion._replace(name=str(requested.companion))
-    passes, ratio = base.tokens / companion.train_tokens, require_similar(own, companion)
+    passes, ratio = base.tokens / companion.train_tokens, _require_similar(own, companion)
     expected = forecast_own(own, companion, base.config, passes, ratio)
-    print_own_forecast(own, expected)
+    _print_own_forecast(own, expected)
     forecast = Forecast(expected.loss, expected.error, choice.tokens_per_second, choice.cpu_share, alone=expected.alone)
     return replace(config, forecast=forecast)

@@ -26,7 +26,6 @@ from training.memory import (
     EXCEPT_DROPOUT,
     attempt,
     estimate_micro_batch,
-    memory_advice,
     return_freed_memory,
     smallest_rows,
 )
@@ -47,7 +46,7 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
             prepare(run)
             return work(run)
         halve_rows(run)
-    with memory_advice(run.config, run.shape, run.hardware, lambda: run.rows_at_once):
+    with run.memory_advice():
         prepare(run)
         return work(run)
 
@@ -55,7 +54,7 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
 def prepare(run: Run) -> None:
     """Compile the model for the run's micro-batches and capture its steps, unless that was done."""
     if run.compiled_rows != run.rows_at_once:
-        compile_run(run)
+        _compile_run(run)
         run.captured = capture_step(run)
 
 
@@ -130,7 +129,7 @@ def compile_model(
     warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # the place where the time limit struck
     try:
         torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
-        with time_limit(hardware.compile_limit):
+        with _time_limit(hardware.compile_limit):
             with no_sync(inner):
                 with hardware.autocast():
                     loss = step_model(*example)
@@ -171,7 +170,7 @@ def undo_compile(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
+def _time_limit(seconds: float | None) -> Iterator[None]:
     """Raise CompileTimeout inside after `seconds`, as soon as this thread waits for the C++ compiler's processes: an
     exception inside one of PyTorch's operations can end the process. No effect on Windows, which lacks the signal, and
     outside the main thread."""
@@ -205,7 +204,7 @@ def cancel_compilation() -> None:
         clear_caches()
 
 
-def compile_run(run: Run) -> None:
+def _compile_run(run: Run) -> None:
     """Compile the model for the current `rows_at_once` and set `step_model`. If compiling fails in one process, all
     train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
 

@@ -319,7 +319,7 @@ class Config(ModelConfig, DataKeys):
         problems += [
             f"{key} ({where(key)}) applies only with --{of} {value or 'N'}; leave it out"
             for key, (of, value) in CONDITIONS.items()
-            if self.is_explicit(key) and not has_effect(key, vars(self)) and key != "epochs"
+            if self.is_explicit(key) and not _has_effect(key, vars(self)) and key != "epochs"
             if not (where(of) == "flag" and where(key) != "flag")  # flags win
         ]
         if self.lora_rank and self.optimizer == "muon":
@@ -389,7 +389,7 @@ MODEL_KEYS = tuple(options_of(ModelConfig))
 CONDITIONS = {key: extras(f)["of"] for key, f in SCHEMA.items() if "of" in extras(f)}
 
 
-def has_effect(key: str, values: Mapping[str, Any]) -> bool:
+def _has_effect(key: str, values: Mapping[str, Any]) -> bool:
     """Return whether a key has an effect with these values of the others."""
     of, value = CONDITIONS.get(key, (key, None))
     return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
@@ -420,7 +420,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     Raises ConfigError listing every problem found in any of them.
     """
     problems: list[str] = []
-    flags = trainer_parser().read(argv, problems)
+    flags = _trainer_parser().read(argv, problems)
     config_name = flags.pop("config", None)
     layers: list[tuple[str, dict[str, Any]]] = [(by, dict(chosen))] if chosen else []
     name = "default"
@@ -428,10 +428,10 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     if config_name is None and isinstance(text, str) and flags.get("minutes"):
         name = name_input(text.removeprefix("builtin:")) or name
     if config_name is not None:
-        path = find_config(config_name)
+        path = _find_config(config_name)
         content = read_json(path, ConfigError)
         name = path.resolve().parent.name if is_resolved(content) else path.stem
-        layers.append((str(path), explicit_values(content) if is_resolved(content) else content))
+        layers.append((str(path), _explicit_values(content) if is_resolved(content) else content))
     layers.append(("flag", flags))
 
     values: dict[str, Any] = {}
@@ -439,8 +439,8 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     for source, layer in layers:
         if (size := layer.get("model_size")) in MODEL_SIZES:
             name = name if config_name is not None else size
-            values |= read_preset(size)
-            sources |= dict.fromkeys(read_preset(size), f"model_size {size}")
+            values |= _read_preset(size)
+            sources |= dict.fromkeys(_read_preset(size), f"model_size {size}")
         # A layer that sets the length of the run replaces the earlier length.
         for key, others in (("max_steps", ("epochs", "minutes")), ("minutes", ("max_steps",))):
             if key not in layer and any(layer.get(other) for other in others):
@@ -457,13 +457,14 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     sourced = (*problems, *(f"--{key} is " for key in flags))  # these name their source
     config = check(Config, values, problems, names, SCHEMA | {key: fields_of(Config)[key] for key in INTERNAL_FIELDS})
     if problems or config is None:
-        is_in_file = config_name is not None and not all(problem.startswith(sourced) for problem in problems)
-        head = f"The configuration{f' in {layers[0][0]}' * is_in_file} is not valid:"
-        raise ConfigError("\n  ".join([head, *problems]))
+        place = ""
+        if config_name is not None and not all(problem.startswith(sourced) for problem in problems):
+            place = f" in {layers[0][0]}"
+        raise ConfigError("\n  ".join([f"The configuration{place} is not valid:", *problems]))
     return config
 
 
-def explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
+def _explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
     """Return the values that the user gave, from a run's resolved configuration. They suffice to continue the run."""
     values, sources = resolved["config"], resolved["sources"]
     return {
@@ -471,11 +472,11 @@ def explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if sources.get(key, "default") not in AUTOMATIC_SOURCES
         and scope_of(key) != "command"
-        and has_effect(key, values)
+        and _has_effect(key, values)
     }
 
 
-def find_config(name: str) -> Path:
+def _find_config(name: str) -> Path:
     """Find a config by path or bare name, in the current folder, then in configs/, with or without .json."""
     names = [name] if name.endswith(".json") else [name, f"{name}.json"]
     folders = [Path(), Path("configs"), REPOSITORY / "configs"]
@@ -490,14 +491,14 @@ def find_config(name: str) -> Path:
     )
 
 
-def read_preset(size: str) -> dict[str, Any]:
+def _read_preset(size: str) -> dict[str, Any]:
     """Read the model keys of one of MODEL_SIZES."""
     keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
     return {key: value for key, value in keys.items() if key in MODEL_KEYS}
 
 
 @functools.cache
-def trainer_parser() -> Parser:
+def _trainer_parser() -> Parser:
     parser = Parser(
         prog="train_colab_mmap.py",
         usage="%(prog)s --config FILE [--KEY VALUE ...]",

@@ -69,7 +69,7 @@ def count_windows(tokens: int, seq_len: int) -> int:
     return max(1, (tokens - seq_len) // seq_len)
 
 
-def pack_splits(
+def _pack_splits(
     tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, seq_len: int
 ) -> tuple[np.ndarray, Layout]:
     """Pack the conversations of both splits into windows of seq_len + 1. Return (tokens,) and their layout.
@@ -166,7 +166,9 @@ def pack(tokens: np.ndarray, counted: np.ndarray, starts: np.ndarray, length: in
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            window, room, windows = windows, length, windows + 1
+            window = windows
+            room = length
+            windows += 1
         places[row] = window, length - room
         if room > size:
             with_room.setdefault(room - size, []).append(window)
@@ -251,7 +253,7 @@ class TokenData:
         metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
         layout = layout_of_text(metadata, seq_len)
         if is_chat:
-            tokens, layout = pack_splits(tokens, metadata, tokenizer, seq_len)
+            tokens, layout = _pack_splits(tokens, metadata, tokenizer, seq_len)
         return cls(metadata, tokens, tokenizer, tokenizer_file, layout, config, hardware.device, placement)
 
     @property
@@ -351,14 +353,14 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
-        phase, order = epoch_order(seed, epoch, windows, spare, seq_len)
+        phase, order = _epoch_order(seed, epoch, windows, spare, seq_len)
         here = epochs == epoch
         starts[here] = phase + order[places[here]] * seq_len
     return starts
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs
-def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
+def _epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
     """Draw the phase of an epoch, at which its first window begins, and the order of its windows.
 
     Uses RandomState, not Generator, because NumPy will never change its stream (NEP 19): a run resumed years later with

@@ -116,7 +116,7 @@ def choose_continuation(
     return dial.choose_config()
 
 
-def choose_heads(requested: Config, embed_dim: int) -> dict[str, int]:
+def _choose_heads(requested: Config, embed_dim: int) -> dict[str, int]:
     """Return width and heads near the ladder's `embed_dim` that fit each other; flags win."""
     if requested.is_explicit("embed_dim"):
         embed_dim = requested.embed_dim
@@ -466,7 +466,7 @@ class Dial:
         return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
     def build_settings(self, shape: Shape) -> dict[str, Any]:
-        keys = self.keys | shape._asdict() | choose_heads(self.requested, shape.embed_dim)
+        keys = self.keys | shape._asdict() | _choose_heads(self.requested, shape.embed_dim)
         keys["zero_init"] = keys.get("zero_init", False) and not self.requested.tie_embeddings
         keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
         if self.requested.input and self.requested.tokenizer == "bpe":

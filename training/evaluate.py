@@ -89,7 +89,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
             batch = data.validation_batch(min(first, windows - 1), max(1, windows_here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and windows_here else windows_here
             with run.hardware.autocast():
-                total += batch_loss(run, pad_rows(batch, rows)).to(exact).double() * count
+                total += _batch_loss(run, pad_rows(batch, rows)).to(exact).double() * count
             counted += count
         return total, counted
 
@@ -103,7 +103,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
     return (parallel.all_reduce_sum(total) / counts).item()
 
 
-def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
+def _batch_loss(run: Run, batch: Batch) -> torch.Tensor:
     """Return the mean loss of a batch, (). The model has to be in `eval` mode, without gradients."""
     if run.captured is not None and run.config.eval_interval and run.captured.rows == len(batch[0]):
         loss: torch.Tensor = run.captured.evaluate(batch)
@@ -114,11 +114,11 @@ def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
 def answer_prompts(run: Run) -> list[Answer]:
     """Continue each prompt of the run with the most likely tokens. Every process must call this."""
     inputs = [apply_chat_template(prompt.text, run.data) for prompt in run.prompts]
-    texts = continue_prompts(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    texts = _continue_prompts(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
     return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
-def continue_prompts(
+def _continue_prompts(
     run: Run, prompts: Sequence[str | list[int]], sampling: Sampling, deadline: float = math.inf
 ) -> list[str]:
     """Continue the prompts, at most `rows_at_once` together, until `deadline` (see `generate`). Return [] if memory
@@ -152,9 +152,9 @@ def write_samples(run: Run, deadline: float) -> list[Answer]:
     data = run.data
     if data.layout.has_mask:
         return []
-    prompts = choose_sample_prompts(data)
+    prompts = _choose_sample_prompts(data)
     begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
-    texts = continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS), deadline)
+    texts = _continue_prompts(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS), deadline)
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
@@ -267,7 +267,7 @@ def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
             ) from None
 
 
-def choose_sample_prompts(data: TokenData) -> list[list[int]]:
+def _choose_sample_prompts(data: TokenData) -> list[list[int]]:
     """Return the first ids of NUM_SAMPLES documents spread evenly over the validation split, or ids from that many
     places of a single document. Each has text, and ends where its document ends."""
     held_out = data.tokens[data.layout.val_start : data.metadata.total_tokens].cpu().numpy()
@@ -291,11 +291,11 @@ def cut_at_word(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return at most SAMPLE_PROMPT_TOKENS of the ids, and end before a space if there is one in their second half."""
     if len(ids) <= SAMPLE_PROMPT_TOKENS:
         return ids
-    ends = (i for i in range(SAMPLE_PROMPT_TOKENS, SAMPLE_PROMPT_TOKENS // 2, -1) if begins_word(ids[i], tokenizer))
+    ends = (i for i in range(SAMPLE_PROMPT_TOKENS, SAMPLE_PROMPT_TOKENS // 2, -1) if _begins_word(ids[i], tokenizer))
     return ids[: next(ends, SAMPLE_PROMPT_TOKENS)]
 
 
-def begins_word(token: int, tokenizer: Tokenizer) -> bool:
+def _begins_word(token: int, tokenizer: Tokenizer) -> bool:
     return tokenizer.decode([token])[:1].isspace()
 
 

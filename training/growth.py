@@ -75,7 +75,7 @@ def find_growth(config: Config) -> Growth | None:
     if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
         return None
     sha256 = str(previous.saved.data.get("tokens_sha256"))
-    if read_tokens_sha256(text_settings(config, previous).output_dir) == sha256:
+    if _read_tokens_sha256(text_settings(config, previous).output_dir) == sha256:
         return None
     weights = find_best_weights(config, mirror, previous.checkpoint)
     return Growth(weights, previous.saved.state.tokens, sha256, find_training_tokens(previous.checkpoint))
@@ -121,6 +121,6 @@ def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecas
     return {}, None
 
 
-def read_tokens_sha256(folder: str) -> str | None:
+def _read_tokens_sha256(folder: str) -> str | None:
     """Return the hash of the tokens in a folder, or None."""
     return next((TokenMetadata.read(path).tokens_sha256 for path in find_metadata(Path(folder))), None)

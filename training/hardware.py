@@ -124,7 +124,7 @@ class Hardware:
         )
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Make the C library keep freed memory instead of returning it to the system.
 
     Each step frees and allocates gigabytes of activations. By default glibc maps each large block again, and the kernel
@@ -174,7 +174,7 @@ def configure_device(
     elif device.type == "mps":
         memory = torch.mps.recommended_max_memory()
     else:
-        keep_freed_memory()
+        _keep_freed_memory()
         torch.set_num_threads(config.threads or DEFAULT_THREADS)
         memory = total_ram()
         memory = memory and memory // world().local_size
@@ -182,7 +182,7 @@ def configure_device(
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
 
 
-def choose_attention(has_mask: bool) -> None:
+def set_attention_backend(has_mask: bool) -> None:
     """Enable or disable cuDNN's attention, the fastest on a Hopper GPU. Call this before anything is compiled, because
     the compiler's cache ignores the choice (pytorch issue 185449).
 

@@ -61,7 +61,7 @@ def time_step(run: Run, clock: Clock, first_step: int) -> float:
     """Return the mean seconds of the steps since `first_step`, or of some more if these were short. Raises ConfigError
     if none was taken."""
     if run.state.step == first_step:
-        raise ConfigError(f"No step can be taken: {clock.limit_reached}")
+        raise ConfigError(f"No step can be taken: {clock.max_hours_message}")
     seconds = clock.step_seconds or MIN_TIMED_SECONDS
     more = min(MAX_TIMED_STEPS, int(max_over_ranks(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
     if not more:
@@ -88,27 +88,27 @@ def print_needs(run: Run, mirror: Mirror | None) -> None:
         f"Steps      {'at most ' if config.minutes else ''}{left:,} {'left ' if run.state.step else ''}of {tokens:,} "
         f"tokens ({config.sequences_per_step} sequences, {run.rows_at_once} at once{several}), "
         f"{left * tokens / 1e6:,.1f}M tokens in all\n"
-        f"Memory     about {byte_size(estimate)}{total} (an estimate){describe_free_memory(hardware)}; plus "
+        f"Memory     about {byte_size(estimate)}{total} (an estimate){_describe_free_memory(hardware)}; plus "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} of {byte_size(free)} free in {config.run_dir} (two checkpoints, the best "
-        f"and the one being written){warn_of_space(need, free)}"
+        f"and the one being written){_warn_of_space(need, free)}"
     )
     if mirror is not None:
-        require_usable_mirror(mirror)
+        _require_usable_mirror(mirror)
         need, free = MAX_COPIES * run.checkpoint_bytes, free_space(mirror.dir)
         print(
             f"Mirror     {mirror.root} can be written and read; about {byte_size(need)} of {byte_size(free)} free "
-            f"needed{warn_of_space(need, free)}"
+            f"needed{_warn_of_space(need, free)}"
         )
 
 
 def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> None:
     """Print the speed of the run, and the time for the steps from `first_step` on. `seconds`: per step."""
     config, hardware, saving = run.config, run.hardware, clock.write_seconds or 0.0
-    evaluating = time_evaluation(run)
+    evaluating = _time_evaluation(run)
     steps = run.total_steps - first_step
     if config.minutes:
-        steps = steps_in_time(run, seconds, evaluating, saving)
+        steps = _steps_in_time(run, seconds, evaluating, saving)
     evaluations = math.ceil(steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * steps + evaluating * evaluations
     speed = run.tokens_per_step / seconds
@@ -120,7 +120,7 @@ def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> N
         f"times{', without the answers to prompts' if config.eval_prompts else ''}\n"
         f"Time       about {duration(total)} for {steps:,} steps with their evaluations"
     )
-    if at_risk := seconds_between_checkpoints(run, seconds):
+    if at_risk := _seconds_between_checkpoints(run, seconds):
         print(f"At risk    at most {duration(min(at_risk, total))} of training, if the machine dies between two saves")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
@@ -129,7 +129,7 @@ def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> N
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
+def _steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
     """Print the forecast for `minutes`, and return the number of steps that fit, without compiling. Takes the seconds
     of a step, an evaluation and a save."""
     config = run.config
@@ -150,18 +150,18 @@ def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) ->
     return steps
 
 
-def describe_free_memory(hardware: Hardware) -> str:
+def _describe_free_memory(hardware: Hardware) -> str:
     if hardware.is_cuda:
         return f", {byte_size(torch.cuda.mem_get_info()[0])} free now"
     free = available_ram()
     return f", {byte_size(free)} free now" if free is not None else ""
 
 
-def warn_of_space(need: int, free: int) -> str:
+def _warn_of_space(need: int, free: int) -> str:
     return ". Warning: not enough space" if need > free else ""
 
 
-def require_usable_mirror(mirror: Mirror) -> None:
+def _require_usable_mirror(mirror: Mirror) -> None:
     """Write a file next to the mirror and read it back. Raises CheckpointError if that fails."""
     path, content = nearest_existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
     try:
@@ -187,10 +187,10 @@ def check_results(run: Run, first_step: int) -> None:
     if problems := find_problems(newest):
         raise CheckpointError(f"A checkpoint written to {run.dir} is damaged: {'; '.join(problems)}.")
     if first_step == 0 and run.state.initialized_from is None:
-        check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
+        _check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
 
 
-def check_first_loss(run: Run, loss: float) -> None:
+def _check_first_loss(run: Run, loss: float) -> None:
     """Print the first loss, and warn if it is not that of an untrained model, which finds all tokens about equally
     likely. The base of adapters is trained, so there is nothing to compare."""
     if lora_of(run.model) is not None:
@@ -205,7 +205,7 @@ def check_first_loss(run: Run, loss: float) -> None:
         )
 
 
-def time_evaluation(run: Run) -> float:
+def _time_evaluation(run: Run) -> float:
     """Estimate the seconds of an evaluation from one batch, after a warm-up batch."""
     if not run.config.eval_interval:
         return 0.0
@@ -219,7 +219,7 @@ def time_evaluation(run: Run) -> float:
     return (time.perf_counter() - began) * windows / some
 
 
-def seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
+def _seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
     """Return the longest time between checkpoints if a step takes `seconds`; None if only the last step is saved."""
     config = run.config
     steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step

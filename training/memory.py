@@ -47,7 +47,7 @@ def fit_micro_batch(
     """
     if config.micro_batch_size:
         return config.micro_batch_size, config.sources.get("micro_batch_size", "default")
-    if (rows := read_previous_rows(config, model.config.max_seq_len, hardware)) is not None:
+    if (rows := _read_previous_rows(config, model.config.max_seq_len, hardware)) is not None:
         print(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size overrides it)"
         )
@@ -83,11 +83,12 @@ def estimate_micro_batch(
 
 def smallest_rows(rows: int, source: str) -> tuple[int, str]:
     """Return the smallest micro-batch of all processes, and its source."""
-    smallest = -int(max_over_ranks(-rows)[0])
+    (negative,) = max_over_ranks(-rows)
+    smallest = -int(negative)
     return smallest, source if smallest == rows else ESTIMATED
 
 
-def read_previous_rows(config: Config, seq_len: int, hardware: Hardware) -> int | None:
+def _read_previous_rows(config: Config, seq_len: int, hardware: Hardware) -> int | None:
     """Read the micro-batch that this run was reduced to on this device; None if it was not reduced."""
     try:
         kept = read_json(config.run_dir / CONFIG, ConfigError)
@@ -107,7 +108,6 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
 
     Counts the tensors that autograd keeps, or that the compiled graphs keep (docs/benchmarks/gpu_forecast.md).
     """
-    several = rows < config.sequences_per_process  # gradients of earlier micro-batches exist
     state, update = 4 * model.num_parameters(), 0
     for rule, parameters in group_by_rule(model, config).items():
         count = sum(parameter.numel() for parameter in parameters.values())
@@ -117,10 +117,10 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
     # Autocast keeps its casts of the weights for the backward pass.
     weight_copies = 2 * model.num_parameters() if hardware.precision != "fp32" else 0
     activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
-    during_backward = weight_copies + activations + several * gradients
-    # A compiled model returns all gradients together.
-    after_it = gradients + max(update, several * hardware.compiles * gradients)
-    return state + max(during_backward, after_it)
+    accumulated = gradients if rows < config.sequences_per_process else 0  # those of earlier micro-batches
+    during_backward = weight_copies + activations + accumulated
+    returned = accumulated if hardware.compiles else 0  # a compiled model returns all gradients together
+    return state + max(during_backward, gradients + max(update, returned))
 
 
 def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
@@ -133,7 +133,8 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
     feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # SwiGLU: gate, up, the gate's activation, the product
     if hardware.compiles:
         # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
-        feed_forward -= c.ff_dim * c.is_gated  # recomputed from the gate
+        if c.is_gated:
+            feed_forward -= c.ff_dim  # recomputed from the gate
         block = 2 * residual * c.embed_dim
         head = half * c.vocab_size  # the gradient replaces the logits
     else:
@@ -141,8 +142,10 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
         block = 2 * 4 * c.embed_dim
         if c.qk_norm and half == 2:
             block += 4 * (queries + keys)
-        if c.norm_gain:  # the gain keeps its input
-            block += 4 * (2 * c.embed_dim + (queries + keys) * c.qk_norm)
+        if c.norm_gain:  # the gains keep their inputs
+            block += 4 * 2 * c.embed_dim
+        if c.norm_gain and c.qk_norm:
+            block += 4 * (queries + keys)
         head = 3 * 4 * c.vocab_size
     block += half * (2 * c.embed_dim + 2 * queries + 2 * keys + feed_forward)
     if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers keep no input
@@ -175,7 +178,9 @@ def describe_out_of_memory(config: Config, shape: ModelConfig, hardware: Hardwar
         )
     others = ""
     with contextlib.suppress(Exception):  # memory may run out here, too
-        if (held := measure_others_memory(hardware) or 0) > REPORTED_OTHERS_SHARE * (hardware.memory_bytes or math.inf):
+        if (held := _measure_others_memory(hardware) or 0) > REPORTED_OTHERS_SHARE * (
+            hardware.memory_bytes or math.inf
+        ):
             tool = "nvidia-smi" if hardware.is_cuda else "top"
             others = (
                 f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do not "
@@ -199,7 +204,7 @@ def build_on_meta(config: Config, shape: ModelConfig) -> TransformerLanguageMode
     return model
 
 
-def measure_others_memory(hardware: Hardware) -> int | None:
+def _measure_others_memory(hardware: Hardware) -> int | None:
     """Return the bytes of this memory that other processes hold; None if the system does not tell."""
     if hardware.is_cuda:
         free, total = torch.cuda.mem_get_info()

@@ -61,7 +61,7 @@ class MirrorStore(Store):
 
     def records(self, name: str) -> list[Path]:
         paths = [copy / RECORDS_FOLDER / name for copy in self.steps()]
-        return [path for path in paths if path.is_file() and matches_manifest(path)]
+        return [path for path in paths if path.is_file() and _matches_manifest(path)]
 
     def path_of(self, name: str) -> Path:
         return self.dir / f"{name}-{self.session}"
@@ -98,7 +98,7 @@ class MirrorStore(Store):
                 self.delete(path)
 
     def remove(self, folder: Path) -> None:
-        empty_files(folder)
+        _empty_files(folder)
         super().remove(folder)
 
     def clean_up(self) -> None:
@@ -311,12 +311,15 @@ class Mirror:
         """Request a last copy and wait for it, at most LAST_COPY_SECONDS (less once the user has pressed stop), or
         until it has failed for LAST_RETRY_SECONDS."""
         self.request_copy()
-        began, poll_seconds = time.monotonic(), 1.0
+        began = time.monotonic()
+        poll_seconds, has_announced = 1.0, False
         while not self.request.wait(poll_seconds) and self.overtaken is None and not self.closed:
             limit = LAST_COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else LAST_COPY_SECONDS
-            if poll_seconds == 1.0:
+            if not has_announced:
                 log.info(f"Waiting for the copy to {self.dir}, at most {duration(limit)} ...")
-            poll_seconds, now, failing_since = 0.02, time.monotonic(), self.failing_since
+            poll_seconds, has_announced = 0.02, True
+            now = time.monotonic()
+            failing_since = self.failing_since  # the copying thread may change it
             if now - began > limit or (failing_since is not None and now - failing_since > LAST_RETRY_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "
@@ -333,7 +336,7 @@ class Mirror:
             self.thread.join(THREAD_JOIN_SECONDS)
 
 
-def empty_files(folder: Path) -> None:
+def _empty_files(folder: Path) -> None:
     """Empty the regular files below a folder, because files in a Drive's bin count against the quota."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
@@ -342,7 +345,7 @@ def empty_files(folder: Path) -> None:
                 os.truncate(path, 0)
 
 
-def matches_manifest(record: Path) -> bool:
+def _matches_manifest(record: Path) -> bool:
     """Return whether a record in a copy matches the copy's manifest."""
     with contextlib.suppress(CheckpointError, OSError):
         return read_manifest(record.parents[1]).get(f"{RECORDS_FOLDER}/{record.name}") == make_entry(record)

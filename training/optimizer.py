@@ -87,16 +87,16 @@ class Optimizer(torch.optim.Optimizer):
             tensor.copy_(saved[name])
 
 
-def update_adamw(
+def _update_adamw(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
     """Update by PyTorch's AdamW."""
     for group in groups:
-        parameters = list_with_gradients([group])
+        parameters = _list_with_gradients([group])
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
         adamw(
             list(parameters),
-            list_gradients([group]),
+            _list_gradients([group]),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -134,11 +134,11 @@ def update_muon(
     batches = []
     for group in groups:
         by_shape = defaultdict(list)
-        for parameter in list_with_gradients([group]):
+        for parameter in _list_with_gradients([group]):
             by_shape[parameter.shape].append(parameter)
         for parameters in by_shape.values():
-            batches.append(Stacked(parameters, update_momentum(optimizer, parameters, group, skip), group))
-    for parts, orthogonal, scale, group in orthogonalize_batches(batches):
+            batches.append(Stacked(parameters, _update_momentum(optimizer, parameters, group, skip), group))
+    for parts, orthogonal, scale, group in _orthogonalize_batches(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
         rate = group["lr"] * scale
         if isinstance(rate, torch.Tensor):  # while capturing; alpha has to be a number
@@ -147,12 +147,12 @@ def update_muon(
             torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-rate)
 
 
-def update_momentum(
+def _update_momentum(
     optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor
 ) -> torch.Tensor:
     """Update the momentum of N parameters of one shape, unless `skip`. Return Nesterov's, (N, rows, columns)."""
     stack = optimizer.stack_momentum(parameters, group)
-    gradients = torch.where(skip, stack, torch.stack(list_gradients([{"params": parameters}])))
+    gradients = torch.where(skip, stack, torch.stack(_list_gradients([{"params": parameters}])))
     stack.lerp_(gradients, 1 - group["momentum"])
     nesterov = gradients.lerp_(stack, group["momentum"])
     is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # not yet scaled, so fp16 could overflow
@@ -170,11 +170,11 @@ class Stacked(NamedTuple):
 Orthogonalized = Iterator[tuple[list[torch.Tensor], torch.Tensor, float, Group]]
 
 
-def update_scale(rows: int, columns: int) -> float:
+def _update_scale(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
+def _orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
     """Yield (parts of parameters, their orthogonalized updates, the scale of the updates, the group)."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
     for parameters, matrices, group in batches:
@@ -186,7 +186,7 @@ def orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
         orthogonal = map_over_ranks(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
         for parts, _, group in same:
             updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
-            yield parts, updates, update_scale(*shape), group
+            yield parts, updates, _update_scale(*shape), group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ RULES = {  # keys: the choices of `optimizer` in training/config.py
         takes=lambda name, parameter: True,
         state=("step", "exp_avg", "exp_avg_sq"),
         hyperparameters=lambda config, lr: {"lr": lr, "betas": (ADAMW_BETA1, config.beta2)},
-        update=update_adamw,
+        update=_update_adamw,
         divides_gradients=True,
     ),
     "muon": Rule(
@@ -265,7 +265,7 @@ def group_by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str,
     return groups
 
 
-def stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
+def _stacked_rows(name: str, config: ModelConfig) -> tuple[int, ...]:
     """Return the rows of each matrix stacked in a parameter (queries, keys and values; gate and up); () for one."""
     if name.endswith("qkv.weight"):
         return config.qkv_rows
@@ -282,7 +282,7 @@ def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimize
     for rule, tensors in group_by_rule(model, config).items():
         alike = defaultdict(list)
         for name, parameter in tensors.items():
-            rows = stacked_rows(name, model.config) if RULES[rule].splits_stacked else ()
+            rows = _stacked_rows(name, model.config) if RULES[rule].splits_stacked else ()
             alike[parameter.dim() >= 2, len(rows), rows].append((name, parameter))
         for is_matrix, _, rows in sorted(alike, reverse=True):
             decays = is_matrix and rule == config.optimizer
@@ -310,10 +310,10 @@ def update_parameters(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: 
     if grad_clip:
         ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
         factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
-        if gradients := list_gradients(ahead):
+        if gradients := _list_gradients(ahead):
             torch._foreach_mul_(gradients, factor)
     if fused:
-        optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
+        optimizer.step(found_inf=skip, grad_scale=_clip_divisor(grad_norm, grad_clip) if folds else None)
     elif not skip:  # PyTorch's other kernels cannot skip: the host must wait and decide
         optimizer.step()
 
@@ -323,19 +323,19 @@ def folds_clipping(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
+def _clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
     """Return the divisor that clips gradients, ()."""
     return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
     """Return the global L2 norm of all gradients, ()."""
-    return torch.nn.utils.get_total_norm(list_gradients(optimizer.param_groups))
+    return torch.nn.utils.get_total_norm(_list_gradients(optimizer.param_groups))
 
 
-def list_with_gradients(groups: list[Group]) -> list[Parameter]:
+def _list_with_gradients(groups: list[Group]) -> list[Parameter]:
     return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
-def list_gradients(groups: list[Group]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in list_with_gradients(groups) if parameter.grad is not None]
+def _list_gradients(groups: list[Group]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in _list_with_gradients(groups) if parameter.grad is not None]

@@ -41,7 +41,7 @@ class Group:
     def __init__(self, here: World, device: torch.device):
         """Join the job. Raises torch.distributed's errors if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        hint = threading.Timer(HINT_SECONDS, print_hint, (here,))
+        hint = threading.Timer(HINT_SECONDS, _print_hint, (here,))
         hint.daemon = True
         hint.start()
         if device.type == "cuda":  # NCCL kills the process at its timeout; gloo has to time out first
@@ -65,7 +65,7 @@ class Group:
         return True
 
 
-def print_hint(here: World) -> None:
+def _print_hint(here: World) -> None:
     """Name the variables that make this process wait, if torchrun has not set them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with contextlib.suppress(OSError):  # to stderr of every rank, because there may be no rank 0
@@ -96,7 +96,7 @@ def process_group(config: Config) -> Iterator[None]:
         dist.barrier(GROUP.patient_hosts)  # torchrun kills the others when one exits, even while they save
         dist.destroy_process_group()
     except BaseException as error:
-        exit_together(error, here)
+        _exit_together(error, here)
     finally:
         GROUP = None
 
@@ -119,7 +119,7 @@ def join(config: Config, here: World) -> Group:
     return group
 
 
-def exit_together(error: BaseException, here: World) -> NoReturn:
+def _exit_together(error: BaseException, here: World) -> NoReturn:
     """Raise `error`, or ProcessLost if another process caused it. If another process has printed the same error, exit
     with its code."""
     if threading.current_thread() is threading.main_thread():
@@ -131,7 +131,8 @@ def exit_together(error: BaseException, here: World) -> NoReturn:
             else f"One of the {here.size} processes died, or did not answer for {TIMEOUT_SECONDS:g} s. Saved "
             "checkpoints are intact: run the same command to continue."
         )
-        lost.__cause__, error = error, lost
+        lost.__cause__ = error
+        error = lost
     if not isinstance(error, UserError):
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # torchrun prints the traceback in its table

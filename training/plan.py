@@ -96,11 +96,11 @@ def text_settings(config: Config, previous: Previous) -> Settings:
         settings,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
-        tokenizer_file=find_kept_tokenizer(config, previous) or settings.tokenizer_file,
+        tokenizer_file=_find_kept_tokenizer(config, previous) or settings.tokenizer_file,
     )
 
 
-def find_kept_tokenizer(config: Config, previous: Previous) -> str | None:
+def _find_kept_tokenizer(config: Config, previous: Previous) -> str | None:
     """Return the tokenizer file of a continued run, so that `input` becomes the same tokens even with another version
     of `tokenizers`. None if the tokenizer settings have changed."""
     if previous.checkpoint is None or previous.saved is None or not previous.is_own:

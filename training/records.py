@@ -89,26 +89,26 @@ def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
                 lines = content.splitlines(keepends=True)  # bytes, because the last may end inside a character
                 whole = (line for line in lines if line.endswith(b"\n"))
                 last = {line: evaluated_step if name == SAMPLES or b'"val_loss"' in line else step for line in lines}
-                kept = b"".join(line for line in whole if read_step(line.decode(errors="replace")) <= last[line])
+                kept = b"".join(line for line in whole if _read_step(line.decode(errors="replace")) <= last[line])
             if kept != content:
                 with atomic_write(path) as file:
                     file.write(kept)
         except OSError as problem:
-            reason = describe_error(problem)
+            reason = _describe_error(problem)
             print(f"Warning: {path} cannot be rewound to step {step:,} ({reason}); the training goes on.")
 
 
 def describe_unwritable(path: Path, problem: Exception) -> str:
     """Return the warning that a record cannot be written."""
-    return f"Warning: {path} cannot be written ({describe_error(problem)}); the training goes on without it."
+    return f"Warning: {path} cannot be written ({_describe_error(problem)}); the training goes on without it."
 
 
-def describe_error(problem: Exception) -> str:
+def _describe_error(problem: Exception) -> str:
     """Return the reason of an error, without the name of the file."""
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def read_step(line: str) -> float:
+def _read_step(line: str) -> float:
     """Return the step of a line; infinity if the line is torn."""
     try:
         step = json.loads(line)["step"]
@@ -124,7 +124,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError):  # the run has warned about it
         lines = read_lines(run_dir / METRICS)
     rows: list[dict[str, Any]] = []
-    for row in (json.loads(line) for line in lines if read_step(line) < math.inf):
+    for row in (json.loads(line) for line in lines if _read_step(line) < math.inf):
         if rows and rows[-1]["step"] == row["step"]:
             rows[-1] = row | rows[-1]
         else:
@@ -138,7 +138,7 @@ def read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
 
 
-def import_figure() -> Any:
+def _import_figure() -> Any:
     """Import matplotlib's Figure, which needs no display, without MPLBACKEND: a `!python` cell in Colab inherits one
     that may be missing in this environment."""
     backend = os.environ.pop("MPLBACKEND", None)
@@ -151,7 +151,7 @@ def import_figure() -> Any:
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    Figure = import_figure()
+    Figure = _import_figure()
     figure = Figure(figsize=(8, 5))
     axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # automatic layout takes as long as drawing
     for key, label, style in (("train_loss", "training", {"alpha": 0.6}), ("val_loss", "validation", {"marker": "o"})):
@@ -179,17 +179,17 @@ def read_samples(run_dir: Path) -> list[Sample]:
     return samples
 
 
-def format_score(sample: Sample) -> str:
+def _format_score(sample: Sample) -> str:
     return f"{sample.right} of {sample.judged}" if sample.judged else ""
 
 
 def render_samples(samples: Sequence[Sample]) -> str:
     """Return the text of samples.md, a table per evaluation."""
-    return "".join(f"{line}\n" for sample in samples for line in render_sample(sample))
+    return "".join(f"{line}\n" for sample in samples for line in _render_sample(sample))
 
 
-def render_sample(sample: Sample) -> list[str]:
-    right = f", {format_score(sample)} exactly right" if sample.judged else ""
+def _render_sample(sample: Sample) -> list[str]:
+    right = f", {_format_score(sample)} exactly right" if sample.judged else ""
     rows = render_answers(sample.prompts, sample.answers, sample.expected)
     return [f"## Step {sample.step:,}{right}", "", *rows, ""]
 

@@ -293,7 +293,7 @@ def print_start(run: Run, clock: Clock) -> None:
 def print_stop(run: Run, clock: Clock) -> int:
     """Print why the run ends before its last step. Return the exit code."""
     after = f"after step {run.state.step:,}"
-    if limit := clock.limit_reached:
+    if limit := clock.max_hours_message:
         print(f"Stopped {after}: {limit}")
     else:
         print(f"Interrupted {after}. The same command continues from there.")

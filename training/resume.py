@@ -58,17 +58,17 @@ def recover_run(config: Config, mirror: Mirror | None) -> Previous:
     store = Store(config.run_dir)
     if config.resume != "never":
         finish_setting_aside(store, mirror.store if mirror is not None else None)
-    require_usable_folders(config, store, mirror)
+    _require_usable_folders(config, store, mirror)
     if not store.is_empty:
         store.clean_up()
         shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
     delete_dry_run(store.dir)
     while True:
-        previous = find_checkpoint(config, store, mirror)
+        previous = _find_checkpoint(config, store, mirror)
         if previous.checkpoint is None:
             return previous
         try:
-            return copy_here(previous, store, mirror)
+            return _copy_here(previous, store, mirror)
         except FileNotFoundError:  # another machine has just replaced the copy by a newer one
             continue
 
@@ -80,18 +80,18 @@ def find_previous(config: Config, mirror: Mirror | None) -> Previous:
     checkpoints.
     """
     store = Store(config.run_dir)
-    require_usable_folders(config, store, mirror)
-    return find_checkpoint(config, store, mirror)
+    _require_usable_folders(config, store, mirror)
+    return _find_checkpoint(config, store, mirror)
 
 
-def require_usable_folders(config: Config, store: Store, mirror: Mirror | None) -> None:
+def _require_usable_folders(config: Config, store: Store, mirror: Mirror | None) -> None:
     """Raise ConfigError or CheckpointError if the run folder or the mirror cannot be used for this run."""
     store.require_run_folder("--output_dir")
     if config.resume == "never":
         store.require_movable()
     if mirror is not None:
         try:
-            require_mirror(mirror, store, config)
+            _require_mirror(mirror, store, config)
         except OSError as problem:
             raise ConfigError(
                 f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
@@ -99,7 +99,7 @@ def require_usable_folders(config: Config, store: Store, mirror: Mirror | None) 
             ) from None
 
 
-def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
+def _require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
     """Raise ConfigError or CheckpointError if the mirror is missing or belongs to another run."""
     mirror.store.require_run_folder("--checkpoint_dir")
     mirror.require_usable()
@@ -113,7 +113,7 @@ def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
     mirror.require_same_run(run_id)
 
 
-def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Previous:
+def _find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Previous:
     """Find the newest valid checkpoint here or in the mirror, else the one named by `resume_from`, else the weights of
     `init_from`.
 
@@ -122,7 +122,7 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
     """
     while True:
         try:
-            previous = read_newest(config, store, mirror)
+            previous = _read_newest(config, store, mirror)
         except FileNotFoundError:  # another machine has just replaced the copy by a newer one
             continue
         if mirror is not None:
@@ -130,8 +130,8 @@ def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Prev
         return previous
 
 
-def read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous:
-    """As `find_checkpoint`, but raises FileNotFoundError if another machine has deleted the copy meanwhile."""
+def _read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous:
+    """As `_find_checkpoint`, but raises FileNotFoundError if another machine has deleted the copy meanwhile."""
     places = [store.steps_dir, *([mirror.store.steps_dir] if mirror is not None else [])]
     try:
         newest = find_newest_valid(*places) if config.resume != "never" else None
@@ -150,7 +150,7 @@ def read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous
         if newest.path.exists():
             raise
         raise FileNotFoundError(newest.path) from None
-    if config.init_from and not has_started_from(config.init_from, saved):
+    if config.init_from and not _has_started_from(config.init_from, saved):
         raise CheckpointError(
             f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
             "--output_dir, or --resume never, which renames the old run."
@@ -167,7 +167,7 @@ def read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous
     )
 
 
-def has_started_from(path: str, saved: Saved) -> bool:
+def _has_started_from(path: str, saved: Saved) -> bool:
     """Return whether a run started from the weights at `path`. Compares the path, because the weights may have changed
     or be gone, and their hash, because they may have moved."""
     if saved.config.get("init_from") == path:
@@ -177,7 +177,7 @@ def has_started_from(path: str, saved: Saved) -> bool:
     return False
 
 
-def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
+def _copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
     """Copy what belongs to a checkpoint from elsewhere into the run folder: the records, the best weights and, if it is
     a copy of this run, the checkpoint itself. Best weights lost here are restored from the mirror.
 
@@ -193,7 +193,7 @@ def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previo
         store.steps_dir.mkdir(parents=True, exist_ok=True)
         if previous.is_own:
             here = store.step_path(step_of(folder))
-            if try_copy(partial(store.copy, folder, here.name), folder, store):
+            if _try_copy(partial(store.copy, folder, here.name), folder, store):
                 print(f"Copies     {previous.checkpoint.path}, the newest checkpoint, was restored to {store.dir}.")
                 previous = replace(previous, checkpoint=Checkpoint(here))
         records = folder / RECORDS_FOLDER if (folder / RECORDS_FOLDER).is_dir() else parent
@@ -204,11 +204,11 @@ def copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previo
         bests = [parent / BEST, *parent.glob(f"{BEST}_*")]
     for best in bests:
         if not find_problems(best):
-            try_copy(partial(store.copy_best, best), best, store)
+            _try_copy(partial(store.copy_best, best), best, store)
     return previous
 
 
-def try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
+def _try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
     """Call `copy`. If it fails, print a warning and return False. Raises FileNotFoundError if `source` is gone."""
     try:
         copy()
@@ -222,7 +222,7 @@ def try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
     return True
 
 
-TOKENS_KEY = "tokens_sha256 of the data"  # a key of `list_fixed`
+TOKENS_KEY = "tokens_sha256 of the data"  # a key of `_list_fixed`
 
 
 def start_or_resume(run: Run, previous: Previous) -> bool:
@@ -230,19 +230,19 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
 
     Raises CheckpointError if the checkpoint belongs to another model or other data.
     """
-    run.state, scaler, has_summary = on_rank_0(lambda: open_run(run, previous))
+    run.state, scaler, has_summary = on_rank_0(lambda: _open_run(run, previous))
     run.checkpoint_step = run.state.step
     run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
-        broadcast_from_rank_0(run)
+        _broadcast_from_rank_0(run)
     return has_summary and run.is_done
 
 
-def open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], bool]:
+def _open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], bool]:
     """Load the checkpoint of `previous`, if any, and make the run folder. Return the state of the run, the state of its
     gradient scaler, and whether there is a summary."""
-    state = new_state(run, previous.init) if previous.checkpoint is None else restore(run, previous)
+    state = _new_state(run, previous.init) if previous.checkpoint is None else restore(run, previous)
     if run.config.resume == "never":  # done last, because the initial weights may be in the old run
 
         def write_new(moves: dict[Path, Path], new: Path) -> None:
@@ -270,7 +270,7 @@ def prepare_run_folder(run: Run) -> None:
         log.info(f"Warning: the run needs about {byte_size(need)} in {run.dir}, and only {byte_size(free)} are free.")
 
 
-def new_run_id(run: Run) -> str:
+def _new_run_id(run: Run) -> str:
     """Return an id for a new run: the same on machines that begin the same run at once, random when starting over."""
     config = run.config
     if config.resume == "never":
@@ -280,11 +280,11 @@ def new_run_id(run: Run) -> str:
     return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
 
 
-def new_state(run: Run, init: Checkpoint | None) -> TrainState:
+def _new_state(run: Run, init: Checkpoint | None) -> TrainState:
     """Return the state of a new run. Load the weights of `init`, if given."""
-    state = TrainState(run_id=new_run_id(run))
+    state = TrainState(run_id=_new_run_id(run))
     if init is not None:
-        require_tokenizer(init, run)
+        _require_tokenizer(init, run)
         if lora_of(run.model) is None:  # with adapters, the base is already loaded
             init.load_weights(run.model)
         print(f"Starting from the weights of {init.path}.")
@@ -297,7 +297,7 @@ def new_state(run: Run, init: Checkpoint | None) -> TrainState:
     return state
 
 
-def require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
+def _require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
     """Raise CheckpointError if the data was not tokenized with the checkpoint's tokenizer."""
     tokenizer_path = checkpoint.tokenizer_path()
     if sha256_file(tokenizer_path) != run.data.metadata.tokenizer_sha256:
@@ -318,12 +318,12 @@ def restore(run: Run, previous: Previous) -> TrainState:
     checkpoint.load_optimizer(run.optimizer)
     if saved.scaler and run.scaler.is_enabled():
         run.scaler.load_state_dict(saved.scaler)
-    best = read_run_best(run) or TrainState()
+    best = _read_run_best(run) or TrainState()
     if best.step == saved.state.best_step:  # the state may hold a later evaluation, over other windows
         best = replace(saved.state, step=best.step)
     state = replace(
         saved.state,
-        run_id=saved.state.run_id if previous.is_own else new_run_id(run),
+        run_id=saved.state.run_id if previous.is_own else _new_run_id(run),
         resumed_from=os.path.normpath(requested) if requested else saved.state.resumed_from,
         best_val_loss=best.best_val_loss,
         best_step=best.step,
@@ -331,11 +331,11 @@ def restore(run: Run, previous: Previous) -> TrainState:
     )
     epoch = state.sequences_seen / epoch_sequences(run.data.windows, run.config)
     print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
-    print_changes(saved.config, run)
+    _print_changes(saved.config, run)
     return state
 
 
-def read_run_best(run: Run) -> TrainState | None:
+def _read_run_best(run: Run) -> TrainState | None:
     """Read the state saved with best/; None if best/ is missing or damaged."""
     best = run.dir / BEST
     if best.exists() and (problems := find_problems(best)):
@@ -344,7 +344,7 @@ def read_run_best(run: Run) -> TrainState | None:
     return read_best_state(best)
 
 
-def broadcast_from_rank_0(run: Run) -> None:
+def _broadcast_from_rank_0(run: Run) -> None:
     """Broadcast what rank 0 has loaded. Raises CheckpointError if the checkpoints are on another machine."""
     broadcast_tensors(list(run.model.state_dict().values()))
     broadcast_tensors(list(run.optimizer.tensors().values()))
@@ -365,14 +365,14 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
     the base of the adapters is gone."""
     config = run.config
     checkpoint.base()
-    old = list_fixed(checkpoint.model_config(), read_lora(checkpoint.path), saved.config.get("optimizer"), saved.data)
-    new = list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
+    old = _list_fixed(checkpoint.model_config(), read_lora(checkpoint.path), saved.config.get("optimizer"), saved.data)
+    new = _list_fixed(run.shape, lora_of(run.model), config.optimizer, run.data.fingerprint)
     clashes = [
         f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     ]
-    if clashes and old.get(TOKENS_KEY) != new.get(TOKENS_KEY) and (change := describe_text_change(run, saved.data)):
+    if clashes and old.get(TOKENS_KEY) != new.get(TOKENS_KEY) and (change := _describe_text_change(run, saved.data)):
         clashes.append(change)
     if clashes:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
@@ -382,7 +382,7 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
         raise CheckpointError("\n  ".join([head, *clashes]) + f"\nUse the old values, {remedy}.")
 
 
-def describe_text_change(run: Run, old: dict[str, Any]) -> str:
+def _describe_text_change(run: Run, old: dict[str, Any]) -> str:
     """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone."""
     config, tokens = run.config, find_tokens(str(old.get("tokens_sha256")))
     if not config.input or config.resume_from or tokens is None:
@@ -396,7 +396,7 @@ def describe_text_change(run: Run, old: dict[str, Any]) -> str:
     )
 
 
-def list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
+def _list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that may not change during a run, by name. The path of the adapters' base may change."""
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
     fields = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "base": "revision"}
@@ -405,7 +405,7 @@ def list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict
     return values | {f"{key} of the data": str(value)[:16] for key, value in data.items()}
 
 
-def print_changes(saved: dict[str, Any], run: Run) -> None:
+def _print_changes(saved: dict[str, Any], run: Run) -> None:
     """Print the keys of the configuration that changed since the last session."""
     now, sources = run.resolved(), run.config.sources
     for key, value in saved.items():

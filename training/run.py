@@ -18,6 +18,7 @@ from model_config import ModelConfig
 from training.config import MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware
+from training.memory import memory_advice
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import broadcast_tensors
@@ -37,7 +38,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Run:
-    """A training in one process, built by `make_run` in plan.py.
+    """A training in one process, built by `make_run` in train_colab_mmap.py.
 
     A step changes the weights, `optimizer`, `scaler`, `skips` and `state`. Compiling, and running out of memory, change
     `step_model`, `micro_batch_size` and `hardware`.
@@ -70,6 +71,10 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.sequences_per_step * self.shape.max_seq_len
+
+    def memory_advice(self) -> contextlib.AbstractContextManager[None]:
+        """Turn an out-of-memory error inside into MemoryExhausted with advice."""
+        return memory_advice(self.config, self.shape, self.hardware, lambda: self.rows_at_once)
 
     @property
     def rows_at_once(self) -> int:

@@ -35,7 +35,7 @@ from training.run import Run
 from training.schedule import epoch_sequences
 from training.state import Saved
 from training.step import diverged, require_stable
-from training.stop import Stop, StopRequested
+from training.stop import Stop
 from training.store import Store
 
 Snapshot = dict[str, Content]  # file name -> content of a checkpoint
@@ -49,8 +49,8 @@ class Saver:
     """Writes checkpoints in a thread, one at a time, and lets the mirror copy them. Use it as a context manager.
     If writing fails, the next save or the end of the context raises the error.
 
-    At its end the context saves unsaved steps, if the run was stopped or is out of memory, and waits until everything
-    is written and, for a limited time, copied. Raises CheckpointError if a save failed, or if another session has
+    At its end the context waits until everything is written and, for a limited time, copied. If memory ran out, it
+    first saves unsaved steps. Raises CheckpointError if a save failed, or if another session has
     copied a newer state.
     """
 
@@ -84,21 +84,20 @@ class Saver:
             self.thread.shutdown(cancel_futures=True)
             if self.run.mirror is not None:
                 self.run.mirror.close()
-        if kind is None or kind is StopRequested:
+        if kind is None:
             on_rank_0(self.require_not_overtaken)
 
     def finish(self, error: BaseException | None) -> None:
-        """Save unsaved steps and wait. If an error ends the training, errors of saving are only logged."""
-        is_sound = error is None or isinstance(error, StopRequested)
+        """Wait for what is written and copied. If an error ends the training, errors of saving are only logged."""
         # MemoryExhausted comes only from forward and backward passes and evaluations, so the weights are intact and can
         # be saved, except with several processes: the others would not join.
         try:
-            if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
+            if isinstance(error, MemoryExhausted) and world().size == 1:
                 self.save_unsaved_step()
             self.write_best()
             self.wait()
         except CheckpointError as problem:
-            if is_sound:
+            if error is None:
                 raise
             log.info(f"Warning: {problem}")
         finally:
@@ -193,7 +192,7 @@ class Saver:
                 self.write_best()  # a checkpoint must not be newer than best/
                 self.join()
                 if (snapshot := self.take_snapshot(best_only)) is None:
-                    self.write(folders, build_snapshot(run, copy=False))  # the training waits for it
+                    self.write(folders, _build_snapshot(run, copy=False))  # the training waits for it
                 elif best_only:
                     self.best = snapshot
                 else:
@@ -237,11 +236,11 @@ class Saver:
             return None
         stays = best_only and hardware.is_cuda and size <= MAX_GPU_SNAPSHOT_SHARE * (hardware.memory_bytes or 0)
         with attempt(hardware.device):
-            return build_snapshot(self.run, True, hardware.device if stays else "cpu", best_only)
+            return _build_snapshot(self.run, True, hardware.device if stays else "cpu", best_only)
         return None
 
 
-def build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
+def _build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
     """Return the files of a checkpoint, or of the best weights, with tensors on `device`. With `copy`, they do not
     change while the training goes on."""
     metadata = run.data.metadata

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from common.errors import ConfigError
@@ -18,19 +16,13 @@ MAX_SKIPS_IN_A_ROW = 5  # more skipped updates in a row stop the run
 MAX_SKIPS_IN_A_ROW_SCALED = 25  # fp16: the gradient scaler halves its factor, 65,536 at first, at each skip
 
 
-class StepResult(NamedTuple):
-    """The results of a step, as tensors on the device, so that the host does not wait."""
-
-    loss: torch.Tensor  # mean over the whole effective batch
-    grad_norm: torch.Tensor  # before clipping
-
-
-def train_step(run: Run) -> StepResult:
-    """Update the model with the sequences of the next step. Each process takes a share of them, and all make the same
+def train_step(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the model with the sequences of the next step. Return the mean loss and the norm of its gradient, (), on
+    the device, so that the host does not wait. Each process takes a share of the sequences, and all make the same
     update."""
     lr = run.learning_rate
     loss = forward_backward(run)
-    return StepResult(loss, update(run, loss, lr))
+    return loss, update(run, loss, lr)
 
 
 def forward_backward(run: Run) -> torch.Tensor:
@@ -54,7 +46,7 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
     config, scaler = run.config, run.scaler
     rows = run.rows_at_once
     if config.dropout:
-        seed_dropout(run.data.device, config.seed * 1_000_003 + run.state.step + (world().rank << 53))
+        _seed_dropout(run.data.device, config.seed * 1_000_003 + run.state.step + (world().rank << 53))
     count = len(batch[0])
     weights = loss_weights(batch[1], rows, run.data.layout.has_mask, config.sequences_per_step)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
@@ -71,7 +63,7 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
     return parallel.all_reduce_sum(total) / world().size
 
 
-def seed_dropout(device: torch.device, seed: int) -> None:
+def _seed_dropout(device: torch.device, seed: int) -> None:
     """Seed the random generator of a device. `torch.manual_seed` seeds those of all kinds of devices and formats a
     stack trace for each missing kind, which takes as long as launching thirty kernels."""
     if device.type == "cuda":
@@ -109,7 +101,7 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 def update(run: Run, loss: torch.Tensor, lr: float) -> torch.Tensor:
     """Update the model by its gradients, unless they or the loss are not finite. Clear the gradients. Return their norm
-    before clipping, (). `lr`: AdamW's."""
+    before clipping, (). `loss`: of `forward_backward`; `lr`: AdamW's."""
     if run.captured is not None:
         return run.captured.update(lr)
     grad_norm = update_keeping_gradients(run, loss, lr)
@@ -124,14 +116,14 @@ def update_keeping_gradients(run: Run, loss: torch.Tensor, lr: float | torch.Ten
         scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, run.config)
     grad_norm = gradient_norm(optimizer)
-    skipped = not_finite(loss, grad_norm)
+    skipped = _not_finite(loss, grad_norm)
     update_parameters(optimizer, grad_norm, run.config.grad_clip, skipped)
     scaler.update()
     run.skips.copy_(count_skip(run.skips, skipped))
     return grad_norm
 
 
-def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+def _not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
     """Return 1.0 on the device if the update must be skipped, else 0.0, without waiting for it."""
     return (~torch.isfinite(loss + grad_norm)).float()
 

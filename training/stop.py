@@ -53,11 +53,10 @@ class Stop:
             self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+    def __exit__(self, *_: object) -> None:
         is_over = self.requested or world().size > 1  # torchrun ends all processes when one exits with a code
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
-        return kind is StopRequested
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1

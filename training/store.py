@@ -138,7 +138,7 @@ class Store:
     def copy(self, source: Path, name: str, records: Sequence[Path] = ()) -> bool:
         """Copy a checkpoint from another folder, with the records of its run. Return False if an intact copy exists, or
         if the source is replaced meanwhile. Raises OSError."""
-        files, target = read_own_files(source), self.path_of(name)
+        files, target = _read_own_files(source), self.path_of(name)
         copies = [copy for copy in self.copies_of(name) if self.is_copy(copy, files)]
         if lacks_summary(copies, records):
             copies = []  # an earlier session has copied the last step before its summary was written
@@ -162,7 +162,7 @@ class Store:
         try:
             self.write_folder(target, fill)
         except OSError:
-            if read_own_files(source) == files:
+            if _read_own_files(source) == files:
                 raise
             return False
         self.verified.add(target)
@@ -170,7 +170,7 @@ class Store:
 
     def is_copy(self, copy: Path, files: dict[str, ManifestEntry]) -> bool:
         """Return whether `copy` is an intact copy of these files."""
-        is_whole = files.items() <= read_own_files(copy).items() and (copy in self.verified or not find_problems(copy))
+        is_whole = files.items() <= _read_own_files(copy).items() and (copy in self.verified or not find_problems(copy))
         if is_whole:
             self.verified.add(copy)
         return is_whole
@@ -224,7 +224,7 @@ class Store:
                         self.delete(path)
         with contextlib.suppress(OSError):  # missing or read-only: the first save reports it
             for path in self.dir.iterdir():
-                if is_leftover(path.name) and path.is_file():
+                if _is_leftover(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
 
     # Checks
@@ -243,7 +243,7 @@ class Store:
         with contextlib.suppress(ConfigError):
             if is_resolved(read_json(folder / CONFIG, ConfigError)):
                 return
-        if others := sorted(path.name for path in folder.iterdir() if not is_leftover(path.name)):
+        if others := sorted(path.name for path in folder.iterdir() if not _is_leftover(path.name)):
             names = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
             raise ConfigError(
                 f"{folder} ({flag}) holds other files ({names}), and training would add its own. Choose an empty or "
@@ -270,27 +270,27 @@ def set_aside(store: Store, mirror: Store | None, write_new: Callable[[dict[Path
     `write_new` gets {old folder: its new name} and the new folder, and writes what the same command needs to continue
     if this process is killed in between. Raises CheckpointError if a folder cannot be renamed.
     """
-    new, moves = new_run_path(store.dir), choose_names_aside(store, mirror)
+    new, moves = new_run_path(store.dir), _choose_names_aside(store, mirror)
     if moves:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         write_new(moves, new)
-        put_in_place(store.dir, moves)
+        _put_in_place(store.dir, moves)
 
 
 def finish_setting_aside(store: Store, mirror: Store | None) -> None:
     """Put a new run in place, if an earlier session was killed after setting the old one aside."""
     if store.is_empty and (new_run_path(store.dir) / CONFIG).is_file():
-        put_in_place(store.dir, choose_names_aside(mirror))
+        _put_in_place(store.dir, _choose_names_aside(mirror))
 
 
 def new_run_path(run_dir: Path) -> Path:
     """Return the temporary path of a new run folder, used while the old one is in place."""
-    parent, name = os.path.split(os.path.abspath(follow_link(run_dir)))
+    parent, name = os.path.split(os.path.abspath(_follow_link(run_dir)))
     return Path(parent, f".new-{name}")
 
 
-def follow_link(folder: Path) -> Path:
+def _follow_link(folder: Path) -> Path:
     """Return the folder that a link leads to, which may be on another disk; any other folder as it is."""
     return Path(os.path.realpath(folder) if folder.is_symlink() else os.path.normpath(folder))
 
@@ -309,15 +309,15 @@ def delete_dry_run(run_dir: Path) -> None:
             shutil.rmtree(store.dir, ignore_errors=True)
 
 
-def choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
+def _choose_names_aside(*stores: Store | None) -> dict[Path, Path]:
     """Return {folder: new name} for stores that are not empty."""
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     # No path is . or ..: `require_movable` has refused them for folders that are not empty.
-    folders = [follow_link(store.dir) for store in stores if store is not None and not store.is_empty]
+    folders = [_follow_link(store.dir) for store in stores if store is not None and not store.is_empty]
     return {folder: folder.with_name(f"{folder.name}.{now}") for folder in folders}
 
 
-def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
+def _put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
     """Rename the old folders, then the new one to `run_dir`. Raises CheckpointError if that fails."""
     new = new_run_path(run_dir)  # before the old folder is renamed: run/.. would not resolve any more
     for folder, aside in moves.items():
@@ -339,7 +339,7 @@ def put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
 # Files
 
 
-def is_leftover(name: str) -> bool:
+def _is_leftover(name: str) -> bool:
     """Return whether a name is that of an unfinished record, left by a killed `atomic_write`."""
     return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, RUN_MARKER))
 
@@ -363,7 +363,7 @@ def lacks_summary(copies: Iterable[Path], records: Sequence[Path]) -> bool:
     return has_summary and not any((copy / RECORDS_FOLDER / SUMMARY).is_file() for copy in copies)
 
 
-def read_own_files(checkpoint: Path) -> dict[str, ManifestEntry]:
+def _read_own_files(checkpoint: Path) -> dict[str, ManifestEntry]:
     """Return the files of a checkpoint by its manifest, without the records of its run; if the manifest cannot be read,
     an entry that matches no file."""
     with contextlib.suppress(CheckpointError, OSError):

@@ -70,10 +70,10 @@ def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
     if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
         report.add_samples(samples)
     if is_rank_0():
-        write_summary(run, report, answers, samples)
+        _write_summary(run, report, answers, samples)
 
 
-def write_summary(run: Run, report: Report, answers: list[Answer], samples: list[Answer]) -> None:
+def _write_summary(run: Run, report: Report, answers: list[Answer], samples: list[Answer]) -> None:
     """Write summary.md and print its facts. `samples`: texts of a run without prompts, in place of answers."""
     config, data, hardware, model, state = run.config, run.data, run.hardware, run.model, run.state
     clock = report.clock
@@ -83,10 +83,12 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
         "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}"
-        + describe_early_end(run),
+        + _describe_early_end(run),
     }
     if report.tokens_per_second:
-        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{describe_cpu_share(report.cpu_share)}"
+        facts["Speed"] = (
+            f"{si(report.tokens_per_second)} tokens/s while training{_describe_cpu_share(report.cpu_share)}"
+        )
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
     facts["Saving"] = f"took {clock.saving_seconds:.1f} s of this session's {duration(clock.session_seconds)}"
@@ -114,12 +116,12 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
         facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
     if config.companion and config.init_from:
-        facts["Companion"] = describe_companion(run, bits)
+        facts["Companion"] = _describe_companion(run, bits)
     if state.start:
         in_bits = f" ({state.start.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
         facts["Before this run"] = f"validation loss {state.start.val_loss:.4f}{in_bits} of the initial weights"
     with attempt(run.hardware.device):
-        facts |= score_on_passages(run, clock.find_deadline())
+        facts |= _score_on_passages(run, clock.find_deadline())
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
         with contextlib.suppress(DataError):  # the text may have been moved
             training_text = TracedText(read_training_text(config.values()))
@@ -142,7 +144,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if answers:
         lines += ["", "## Answers", "", *render_answers(*columns, before)]
     for each in samples:
-        lines += ["", "## Sample", "", *(f"> {line}" for line in format_text(each).splitlines())]
+        lines += ["", "## Sample", "", *(f"> {line}" for line in _format_text(each).splitlines())]
     lines += ["", "## Configuration", "", "Settings that differ from the defaults, and their source:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     changed = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
@@ -159,7 +161,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if samples:
         print("Samples, each after [the beginning of a held-out passage]:\n")
     for each in samples:
-        print(f"{format_text(each)}\n")
+        print(f"{_format_text(each)}\n")
     for key, value in facts.items():
         print(f"{key:<16} {value}")
     existing = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
@@ -170,12 +172,12 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
 
 
-def format_text(sample: Answer) -> str:
+def _format_text(sample: Answer) -> str:
     """Return a prompt in brackets, and the text that the model wrote after it."""
     return printable(f"[{sample.prompt.text}]{sample.text}")
 
 
-def describe_companion(run: Run, bits_per_byte: float | None) -> str:
+def _describe_companion(run: Run, bits_per_byte: float | None) -> str:
     """Describe the companion: its share of the tokens, and whether it seems to have helped."""
     config, text = run.config, str(run.config.companion)
     with contextlib.suppress(CheckpointError):  # the base may be gone
@@ -189,7 +191,7 @@ def describe_companion(run: Run, bits_per_byte: float | None) -> str:
     return text
 
 
-def describe_early_end(run: Run) -> str:
+def _describe_early_end(run: Run) -> str:
     """Describe why the run ended before its `minutes` were over; empty if it did not."""
     config, state = run.config, run.state
     if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
@@ -214,7 +216,7 @@ def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: fl
     return f"{outcome}: better than forecast, because held-out passages come from the same books or files"
 
 
-def describe_cpu_share(cpu_share: float) -> str:
+def _describe_cpu_share(cpu_share: float) -> str:
     if cpu_share > BUSY_CPU_SHARE:
         return ""
     return f"; other programs use this CPU, and the training got {cpu_share:.0%} of the time"
@@ -265,7 +267,7 @@ def finished_message(run: Run) -> str:
 # Held-out passages
 
 
-def score_on_passages(run: Run, deadline: float) -> dict[str, str]:
+def _score_on_passages(run: Run, deadline: float) -> dict[str, str]:
     """Score a finished run on held-out passages, as many as are scored until `deadline`, a time.monotonic(): how often
     it picks the right next sentence and, if it started from weights trained on another text, what it has learned and
     forgotten. Return {name: fact}; {} if the token folder is gone."""
@@ -277,12 +279,12 @@ def score_on_passages(run: Run, deadline: float) -> dict[str, str]:
             texts = [each.text for each in pick_evenly(passages)]
             guessed = score_next_sentences(run.model, run.data.tokenizer, texts, deadline)
             facts = {"Next sentence": str(guessed)} if guessed.total else {}
-        return facts | (compare_with_start(run, passages, deadline) if run.config.init_from else {})
+        return facts | (_compare_with_start(run, passages, deadline) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
         return {}
 
 
-def compare_with_start(run: Run, passages: list[Passage], deadline: float) -> dict[str, str]:
+def _compare_with_start(run: Run, passages: list[Passage], deadline: float) -> dict[str, str]:
     """Compare the weights with the initial ones, on held-out passages of the text those were trained on, and of the new
     text. Raises CheckpointError if the initial weights or their tokens are gone."""
     base = open_checkpoint(str(run.config.init_from))
@@ -313,11 +315,11 @@ def compare_with_start(run: Run, passages: list[Passage], deadline: float) -> di
         scored = plural(len(pair[0]), "held-out passage")
         facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on all tokens of {scored}"
     if len(change) == 2:
-        facts["Learned"] = describe_learning(change["Old text"], change["New text"])
+        facts["Learned"] = _describe_learning(change["Old text"], change["New text"])
     return facts
 
 
-def describe_learning(old: Difference, new: Difference) -> str:
+def _describe_learning(old: Difference, new: Difference) -> str:
     """Describe two differences (after minus before, bits per byte) in a sentence."""
     gain = "learned the new text" if new.is_clear and new.mean < 0 else "learned little of the new text"
     if old.mean > max(NOTICEABLE_BITS, old.error):

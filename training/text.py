@@ -39,16 +39,16 @@ PASSAGE_CHARACTERS, HELD_OUT_EVERY = 2500, 10  # every tenth passage is predicte
 ENGLISH_BITS, ENGLISH_POWER = 8.98, 0.103
 
 
-def count_letters(text: str) -> float:
+def _count_letters(text: str) -> float:
     """Count characters, Chinese, Japanese and Korean ones as CJK_LETTERS each. In other scripts a text has about as
     many characters as in English, whatever their bytes."""
     return len(text) + (CJK_LETTERS - 1) * len(CJK.findall(text))
 
 
-def count_letters_in_tokens(text: str) -> float:
-    """Count characters as `count_letters` does, but by the tokens that they take."""
+def _count_letters_in_tokens(text: str) -> float:
+    """Count characters as `_count_letters` does, but by the tokens that they take."""
     han, kana = len(HAN.findall(text)), len(KANA.findall(text))
-    return count_letters(text) + (HAN_IN_TOKENS - CJK_LETTERS) * han + (KANA_IN_TOKENS - CJK_LETTERS) * kana
+    return _count_letters(text) + (HAN_IN_TOKENS - CJK_LETTERS) * han + (KANA_IN_TOKENS - CJK_LETTERS) * kana
 
 
 def measure_difficulty(sample: str) -> float:
@@ -65,8 +65,8 @@ def measure_difficulty(sample: str) -> float:
     size = SMALL_VOCABULARY if len(sample) < LARGE_SAMPLE else LARGE_VOCABULARY
     tokenizer = BPETokenizer.train(known, size, 2, *choose_word_form(known))
     known_ids, held_out_ids = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
-    bits = count_predicted_bits(known_ids, held_out_ids, tokenizer.vocab_size) / count_letters("".join(held_out))
-    return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))
+    bits = count_predicted_bits(known_ids, held_out_ids, tokenizer.vocab_size) / _count_letters("".join(held_out))
+    return float(bits / (ENGLISH_BITS * _count_letters(sample) ** -ENGLISH_POWER))
 
 
 def measure_token_ratio(sample: str, other: str) -> float:
@@ -82,7 +82,7 @@ def measure_token_ratio(sample: str, other: str) -> float:
         known = first[::2]
         tokenizer = BPETokenizer.train(known, RATIO_VOCABULARY, 2, *choose_word_form(known))
         own_rate, other_rate = (
-            sum(len(tokenizer.encode(text)) for text in part[1::2]) / count_letters("".join(part[1::2]))
+            sum(len(tokenizer.encode(text)) for text in part[1::2]) / _count_letters("".join(part[1::2]))
             for part in (first, second)
         )
         ratio *= other_rate / own_rate
@@ -95,17 +95,17 @@ def count_predicted_bits(known: np.ndarray, ids: np.ndarray, vocab_size: int) ->
     """
     probability = np.full(len(ids), 1 / vocab_size)
     for length in range(1, NGRAM_TOKENS + 1):
-        grams, counts = np.unique(number_ngrams(known, length, vocab_size), return_counts=True)
+        grams, counts = np.unique(_number_ngrams(known, length, vocab_size), return_counts=True)
         contexts, owners = np.unique(grams // vocab_size, return_inverse=True)
-        wanted = number_ngrams(ids, length, vocab_size)
-        seen = look_up(grams, counts, wanted)
-        total = look_up(contexts, np.bincount(owners, counts), wanted // vocab_size)
-        kinds = look_up(contexts, np.bincount(owners), wanted // vocab_size)
+        wanted = _number_ngrams(ids, length, vocab_size)
+        seen = _look_up(grams, counts, wanted)
+        total = _look_up(contexts, np.bincount(owners, counts), wanted // vocab_size)
+        kinds = _look_up(contexts, np.bincount(owners), wanted // vocab_size)
         probability = np.where(total > 0, (seen + kinds * probability) / np.maximum(1, total + kinds), probability)
     return float(-np.log2(probability).sum())
 
 
-def number_ngrams(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+def _number_ngrams(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
     """Return a number for the n-gram of `length` tokens that ends at each position, (tokens,) int64."""
     padded = np.concatenate([np.zeros(length - 1, np.int64), ids.astype(np.int64)])
     keys = np.zeros(len(ids), np.int64)
@@ -114,7 +114,7 @@ def number_ngrams(ids: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
     return keys
 
 
-def look_up(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
+def _look_up(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """Return the value of each wanted key, 0 for keys missing from the sorted `keys`."""
     at = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
     return np.where(keys[at] == queries, values[at], 0)
@@ -150,14 +150,14 @@ class TextStats(NamedTuple):
     name: str
     files: int
     bytes: int
-    letters: float  # see `count_letters`
+    letters: float  # see `_count_letters`
     tokens: float
     vocab_size: int
     is_chat: bool
     difficulty: float  # bits per letter relative to English books
     sample: str = ""
     is_tokenized: bool = False
-    letters_in_tokens: float = 0.0  # see `count_letters_in_tokens`
+    letters_in_tokens: float = 0.0  # see `_count_letters_in_tokens`
 
     @property
     def difficulty_error(self) -> float:
@@ -203,11 +203,11 @@ def measure_text(config: Config) -> TextStats:
     if size < MIN_TEXT_BYTES:
         raise DataError(f"{config.input} has only {size:,} bytes of text. Training needs at least {MIN_TEXT_BYTES:,}.")
     share = max(1, SAMPLE_BYTES // len(sources))
-    sample = "".join(sample_beginning(source, settings, share) for source in sources)
+    sample = "".join(_sample_beginning(source, settings, share) for source in sources)
     scale = size / max(1, len(sample.encode()))
-    letters = count_letters(sample) * scale
+    letters = _count_letters(sample) * scale
     vocabulary = choose_vocabulary(size)
-    letters_in_tokens = count_letters_in_tokens(sample) * scale
+    letters_in_tokens = _count_letters_in_tokens(sample) * scale
     tokens = letters_in_tokens / vocabulary.letters_per_token
     if config.is_explicit("vocab_size"):
         vocabulary = vocabulary._replace(size=config.vocab_size)
@@ -227,7 +227,7 @@ def measure_text(config: Config) -> TextStats:
     )
 
 
-def sample_beginning(source: Source, settings: Settings, size: int) -> str:
+def _sample_beginning(source: Source, settings: Settings, size: int) -> str:
     """Return about `size` bytes of text from the beginning of a file; conversations as raw JSON."""
     if settings.format == "chat":
         blocks = islice(read_blocks(source), math.ceil(size / BLOCK_BYTES))
@@ -257,7 +257,7 @@ def measure_tokens(config: Config) -> TextStats:
         str(paths[0].parent),
         files,
         size,
-        size * count_letters(sample) / max(1, len(sample.encode())),
+        size * _count_letters(sample) / max(1, len(sample.encode())),
         metadata.total_tokens,
         metadata.vocab_size,
         is_chat,

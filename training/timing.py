@@ -24,10 +24,10 @@ from training.config import Config
 from training.hardware import (
     DEFAULT_THREADS,
     Hardware,
-    choose_attention,
     compile_seconds,
     configure_device,
     gpu_compile_seconds,
+    set_attention_backend,
 )
 from training.memory import build_on_meta, clear_frames, estimate_memory, return_freed_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update_parameters
@@ -94,7 +94,7 @@ class Machine:
 
     def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
         shape = config.shape(vocab_size)
-        choose_attention(is_chat)
+        set_attention_backend(is_chat)
         return Candidate(config, configure_device(config, shape), build_on_meta(config, shape), is_chat)
 
     def thread_counts(self, config: Config) -> list[int]:
@@ -119,8 +119,8 @@ class Machine:
         while length > tokens and length > MIN_TIMED_TOKENS:
             length //= 2
         torch.set_num_threads(threads)
-        model = build_model(candidate)
-        passes, updates, cpu = time_parts(candidate, model, model, random_batch(candidate, rows, length), seconds)
+        model = _build_model(candidate)
+        passes, updates, cpu = _time_parts(candidate, model, model, _random_batch(candidate, rows, length), seconds)
         shorter = build_on_meta(config, replace(shape, max_seq_len=length))
         token = median(passes) * candidate.flops / shorter.flops_per_token() / (rows * length)
         steps = [sum(step) for step in zip(passes, updates, strict=True)]
@@ -136,12 +136,12 @@ class Machine:
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
         """Return the seconds to compile for micro-batches of `rows`, and of a compiled pass. The training will find the
         code in the compiler's cache."""
-        began, model = self.now(), build_model(candidate)
-        example = random_batch(candidate, rows, model.config.max_seq_len)
+        began, model = self.now(), _build_model(candidate)
+        example = _random_batch(candidate, rows, model.config.max_seq_len)
         with contextlib.redirect_stdout(io.StringIO()):  # the training prints it again
             compiled, _ = compile_model(model, candidate.hardware, example, bool(candidate.config.eval_interval))
         compiling = self.now() - began
-        passes, _, _ = time_parts(candidate, model, compiled, example, seconds)
+        passes, _, _ = _time_parts(candidate, model, compiled, example, seconds)
         if compiled is not model:
             torch.compiler.reset()  # the compiler holds on to the model
         return compiling, median(passes)
@@ -151,21 +151,21 @@ class Machine:
         return_freed_memory(candidate.hardware.device)
 
 
-def build_model(candidate: Candidate) -> TransformerLanguageModel:
+def _build_model(candidate: Candidate) -> TransformerLanguageModel:
     with candidate.hardware.device:  # a GPU draws the weights faster
         model = TransformerLanguageModel(candidate.model.config)
     model.activation_checkpointing = candidate.config.activation_checkpointing
     return model
 
 
-def random_batch(candidate: Candidate, rows: int, length: int) -> Batch:
+def _random_batch(candidate: Candidate, rows: int, length: int) -> Batch:
     """Return a batch of random tokens, as `TokenData.batch` does: (rows, length) each."""
     shape, device = candidate.model.config, candidate.hardware.device
     inputs, targets = (torch.randint(shape.vocab_size, (rows, length), device=device) for _ in range(2))
     return (inputs, targets, torch.zeros_like(inputs)) if candidate.is_chat else (inputs, targets)
 
 
-def time_parts(
+def _time_parts(
     candidate: Candidate,
     model: TransformerLanguageModel,
     step_model: Callable[..., torch.Tensor],

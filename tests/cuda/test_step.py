@@ -15,7 +15,7 @@ from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
 from tests.helpers import write_chat_tokens
 from training.evaluate import validation_loss
-from training.step import StepResult, train_step
+from training.step import train_step
 
 pytestmark = pytest.mark.cuda
 
@@ -155,7 +155,7 @@ def skipped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Record for each step, on the device, 1.0 if its update was skipped, else 0.0."""
     told = []
 
-    def noted(run: TimedRun) -> StepResult:
+    def noted(run: TimedRun) -> tuple[torch.Tensor, torch.Tensor]:
         before = run.skips[0].clone()
         result = train_step(run)
         told.append(run.skips[0] - before)

@@ -69,7 +69,7 @@ def train(
     losses, norms = [], []
     for step in range(first_step, first_step + steps):
         run.state.step, run.state.sequences_seen = step, step * config.sequences_per_step if seen is None else seen
-        loss, norm, *_ = train_step(run)
+        loss, norm = train_step(run)
         assert all(parameter.grad is None for parameter in model.parameters())
         losses.append(loss.item())
         norms.append(norm.item())

@@ -28,14 +28,14 @@ QUOTED_HEADER = re.compile(
 def read_mbox(file: BinaryIO) -> Iterator[str | BadRecord]:
     """Yield each message as a document, without quotes of earlier messages."""
     seen: set[str] = set()  # lines and subjects
-    for number, content in enumerate(split_messages(file), 1):
+    for number, content in enumerate(_split_messages(file), 1):
         try:
-            yield remove_quotes(*read_message(content), seen)
+            yield _remove_quotes(*_read_message(content), seen)
         except Exception as problem:  # the parser raises many kinds of errors
             yield BadRecord(f"message {number}", f"{type(problem).__name__}: {problem}"[:200])
 
 
-def split_messages(file: BinaryIO) -> Iterator[bytes]:
+def _split_messages(file: BinaryIO) -> Iterator[bytes]:
     """Yield the messages of a mailbox. Each begins with a line "From ..." after a blank line."""
     lines: list[bytes] = []
     for line in file:
@@ -49,10 +49,10 @@ def split_messages(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_eml(file: BinaryIO) -> Iterator[str]:
-    yield remove_quotes(*read_message(file.read()), set())
+    yield _remove_quotes(*_read_message(file.read()), set())
 
 
-def read_message(content: bytes) -> tuple[str, str]:
+def _read_message(content: bytes) -> tuple[str, str]:
     """Return the subject and text of a message, without attachments and pictures."""
     message = email.message_from_bytes(content, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
@@ -69,7 +69,7 @@ def read_message(content: bytes) -> tuple[str, str]:
     return str(message.get("subject", "")).strip(), (html_to_text(text) if is_html else text).strip()
 
 
-def remove_quotes(subject: str, text: str, seen: set[str]) -> str:
+def _remove_quotes(subject: str, text: str, seen: set[str]) -> str:
     """Return a message without quotes of lines in `seen`, and without their introduction ("On Monday Anna wrote:"). Add
     its own subject and lines to `seen`."""
     kept: list[str] = []

@@ -75,9 +75,9 @@ def html_to_text(page: str) -> str:
 def read_epub(file: BinaryIO) -> Iterator[str]:
     """Yield a book as one document: the parts of its spine, in order, without its table of contents."""
     with open_zip(file) as book:
-        root = parse_xml(book, "META-INF/container.xml").find(".//{*}rootfile")
+        root = _parse_xml(book, "META-INF/container.xml").find(".//{*}rootfile")
         package_name = "" if root is None else root.get("full-path", "")
-        package = parse_xml(book, package_name)
+        package = _parse_xml(book, package_name)
         contents = {item.get("href") for item in package.iterfind("{*}guide/{*}reference[@type='toc']")}
         names = {
             item.get("id"): unquote(item.get("href", ""))
@@ -90,31 +90,31 @@ def read_epub(file: BinaryIO) -> Iterator[str]:
             raise UnreadableError("it has no spine, which gives the order of its parts")
         folder = posixpath.dirname(package_name)
         paths = [posixpath.normpath(posixpath.join(folder, name)) for name in spine]
-        if find_encrypted_parts(book) & set(paths):
+        if _find_encrypted_parts(book) & set(paths):
             raise UnreadableError("it is copy-protected (DRM)")
         entries = set(book.namelist())  # cover pages may be missing
-        pages = (decode_page(read_member(book, path)) for path in paths if path in entries)
+        pages = (_decode_page(read_member(book, path)) for path in paths if path in entries)
         yield "\n\n".join(filter(None, map(html_to_text, pages)))
 
 
-def find_encrypted_parts(book: zipfile.ZipFile) -> set[str]:
+def _find_encrypted_parts(book: zipfile.ZipFile) -> set[str]:
     """Return the parts that only the shop's own reader can decrypt."""
     if "META-INF/encryption.xml" not in book.namelist():
         return set()
     parts = set()
-    for entry in parse_xml(book, "META-INF/encryption.xml").iterfind(".//{*}EncryptedData"):
+    for entry in _parse_xml(book, "META-INF/encryption.xml").iterfind(".//{*}EncryptedData"):
         method, reference = entry.find("{*}EncryptionMethod"), entry.find(".//{*}CipherReference")
         if reference is not None and (method is None or method.get("Algorithm") not in FONT_ENCRYPTION):
             parts.add(unquote(reference.get("URI", "")).lstrip("/"))
     return parts
 
 
-def decode_page(page: bytes) -> str:
+def _decode_page(page: bytes) -> str:
     declared = DECLARED_ENCODING.search(page[:2048])
     return decode(page, declared[1].decode("ascii") if declared else "")
 
 
-def parse_xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
+def _parse_xml(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(read_member(archive, name))
     except ElementTree.ParseError as error:
@@ -127,7 +127,7 @@ def read_html(file: BinaryIO) -> Iterator[str]:
     import trafilatura
 
     page = file.read()
-    main, whole = trafilatura.extract(page, include_comments=False) or "", html_to_text(decode_page(page))
+    main, whole = trafilatura.extract(page, include_comments=False) or "", html_to_text(_decode_page(page))
     main = re.sub(r"[ \t]+$", "", main, flags=re.M)
     paragraphs = [text for text in whole.split("\n\n") if len(text) >= MIN_PROSE]
     known = squeeze(main)

@@ -44,14 +44,14 @@ RUBY = re.compile(rb"<w:ruby>.*?<w:rubyBase>(.*?)</w:rubyBase>\s*</w:ruby>", re.
 
 
 def build_reader(suffix: str) -> Callable[[BinaryIO], Iterator[str]]:
-    return functools.partial(read_pandoc, FORMATS[suffix])
+    return functools.partial(_read_pandoc, FORMATS[suffix])
 
 
-def read_pandoc(form: str, file: BinaryIO) -> Iterator[str]:
+def _read_pandoc(form: str, file: BinaryIO) -> Iterator[str]:
     """Yield a document without notes, comments, pictures and output of code. Tracked changes are accepted."""
     import pypandoc
 
-    content = convert_to_unicode(file.read(), form)
+    content = _convert_to_unicode(file.read(), form)
     try:
         program = pypandoc.get_pandoc_path()
     except OSError:
@@ -75,7 +75,7 @@ def find_macros(source: Source) -> bytes:
     return b"".join(line + b"\n" for line in lines if line.count(b"{") == line.count(b"}"))
 
 
-def convert_to_unicode(content: bytes, form: str) -> bytes:
+def _convert_to_unicode(content: bytes, form: str) -> bytes:
     """Convert a text document to UTF-8. Raises UnreadableError for an RTF with letters in another code page than
     windows-1252, as which pandoc reads all bytes."""
     if form == "rtf":
@@ -86,13 +86,13 @@ def convert_to_unicode(content: bytes, form: str) -> bytes:
             raise UnreadableError("its letters are in an old code page; save it again as .docx")
         return numbered
     if form in ("docx", "odt"):
-        return remove_readings(content) if b"word/document.xml" in content else content
+        return _remove_readings(content) if b"word/document.xml" in content else content
     declared = XML_DECLARATION.search(content[:200])
     text = decode(content, declared[1].decode() if declared else "")
     return re.sub(r"^\s*<\?xml[^>]*\?>", "", text).encode()
 
 
-def remove_readings(content: bytes) -> bytes:
+def _remove_readings(content: bytes) -> bytes:
     """Return a Word file without furigana, because pandoc drops the words under them."""
     buffer = io.BytesIO()
     with open_zip(io.BytesIO(content)) as archive, zipfile.ZipFile(buffer, "w") as without:

@@ -46,7 +46,7 @@ def read_pdf(file: BinaryIO) -> Iterator[str]:
         raise UnreadableError("it has a password" if has_password else f"it is damaged ({error})") from None
     if sum(len(line.text) for lines in pages for line in lines) < MIN_CHARACTERS_PER_PAGE * len(pages):
         raise UnreadableError("its pages are pictures (a scan); use an OCR program first")
-    yield join_lines(list(remove_edges(pages)))
+    yield _join_lines(list(_remove_edges(pages)))
 
 
 def read_lines(page: Any) -> list[Line]:
@@ -56,21 +56,21 @@ def read_lines(page: Any) -> list[Line]:
         if stripped := text.strip():
             spans.append((start + text.index(stripped[0]), stripped))
         start += len(text) + len("\r\n")
-    return [measure_line(page, first, text) for first, text in split_columns(page, spans)]
+    return [_measure_line(page, first, text) for first, text in _split_columns(page, spans)]
 
 
-def measure_line(page: Any, first: int, text: str) -> Line:
+def _measure_line(page: Any, first: int, text: str) -> Line:
     left, bottom, _, top = page.get_charbox(first, loose=True)
     _, last, right, _ = page.get_charbox(first + len(text) - 1, loose=True)
     return Line(text.replace(HYPHEN_MARK, ""), left, right, bottom, last, max(1.0, top - bottom))
 
 
-def split_columns(page: Any, spans: list[tuple[int, str]]) -> list[tuple[int, str]]:
+def _split_columns(page: Any, spans: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """Return the lines of a page, those of the right column last if most lines go across both, which begin at one
     place."""
-    if sum(bool(find_gap(page, *span)) for span in spans[:JUDGED_LINES]) <= min(JUDGED_LINES, len(spans)) / 2:
+    if sum(bool(_find_gap(page, *span)) for span in spans[:JUDGED_LINES]) <= min(JUDGED_LINES, len(spans)) / 2:
         return spans
-    gaps = [find_gap(page, *span) for span in spans]
+    gaps = [_find_gap(page, *span) for span in spans]
     places = [page.get_charbox(first + gap)[0] for (first, _), gap in zip(spans, gaps, strict=True) if gap]
     gutter = median(places) - 1
     if sum(abs(place - gutter) < 3 for place in places) < len(spans) / 2:
@@ -85,7 +85,7 @@ def split_columns(page: Any, spans: list[tuple[int, str]]) -> list[tuple[int, st
     return left + right
 
 
-def find_gap(page: Any, first: int, text: str) -> int:
+def _find_gap(page: Any, first: int, text: str) -> int:
     """Return the index of the text after a space that is wider than the line is high; 0 if there is none."""
     for space in (place for place, letter in enumerate(text) if letter == " "):
         _, bottom, end, top = page.get_charbox(first + space - 1, loose=True)
@@ -94,7 +94,7 @@ def find_gap(page: Any, first: int, text: str) -> int:
     return 0
 
 
-def remove_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
+def _remove_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
     """Yield the pages without headers and footers: edge lines that a nearby page has too, except for numbers."""
     tops = [{line.key for line in lines[:EDGE_LINES]} for lines in pages]
     bottoms = [{line.key for line in lines[-EDGE_LINES:]} for lines in pages]
@@ -108,7 +108,7 @@ def remove_edges(pages: Sequence[list[Line]]) -> Iterator[list[Line]]:
         ]
 
 
-def join_lines(pages: Sequence[list[Line]]) -> str:
+def _join_lines(pages: Sequence[list[Line]]) -> str:
     """Join lines into text, with a blank line before one that is indented, set apart or of another size, and a line
     break after one that is shorter than it had to be."""
     apart = [above.last - line.first for lines in pages for above, line in pairwise(lines)]

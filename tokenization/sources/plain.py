@@ -72,23 +72,23 @@ SYSTEM_MESSAGE = re.compile(
 def choose_cleaner(beginning: str, suffix: str) -> tuple[Callable[[str], str], str] | None:
     """Return the cleaner for a text with this beginning, and its description; None if it needs none."""
     if suffix == ".md":
-        return clean_markdown, "without front matter, comments and the marks of links"
+        return _clean_markdown, "without front matter, comments and the marks of links"
     if GUTENBERG.search(beginning):
-        return clean_gutenberg, "without Project Gutenberg's licence and line breaks inside paragraphs"
+        return _clean_gutenberg, "without Project Gutenberg's licence and line breaks inside paragraphs"
     if ARTICLE.match(beginning):
-        return clean_articles, "articles without tags"
+        return _clean_articles, "articles without tags"
     if "【テキスト中に現れる記号について】" in beginning or ("《" in beginning and "［＃" in beginning):
         return functools.partial(AOZORA.sub, ""), "without Aozora Bunko's readings and notes"
     lines = [line for line in beginning.split("\n") if line.strip()]
     chat = [line for line in lines if (match := WHATSAPP.match(line)) and WRITER.match(line, match.end())]
     if len(lines) > 4 and len(chat) > len(lines) / 2:
-        return clean_whatsapp, "WhatsApp chat, without dates"
+        return _clean_whatsapp, "WhatsApp chat, without dates"
     if len(re.findall(f"{LIGATURES}|{MOJIBAKE}", beginning)) >= MIN_FLAWS and importlib.util.find_spec("ftfy"):
-        return repair_letters, "repaired by ftfy"
+        return _repair_letters, "repaired by ftfy"
     return None
 
 
-def repair_letters(text: str) -> str:
+def _repair_letters(text: str) -> str:
     """Repair text that was decoded wrong, and split ligatures; change nothing else."""
     import ftfy
 
@@ -97,31 +97,31 @@ def repair_letters(text: str) -> str:
     return ftfy.fix_text(text, ftfy.TextFixerConfig(**kept, normalization=None))
 
 
-def clean_markdown(text: str) -> str:
+def _clean_markdown(text: str) -> str:
     return LINK.sub(r"\1", OBSIDIAN_MARKUP.sub("", FRONT_MATTER.sub("", text)))
 
 
-def clean_articles(text: str) -> str:
+def _clean_articles(text: str) -> str:
     return html.unescape(ARTICLE.sub(lambda tag: "" if "id=" in tag[0] else f"\n{DOCUMENT_SEPARATOR}\n", text))
 
 
-def clean_gutenberg(text: str) -> str:
+def _clean_gutenberg(text: str) -> str:
     """Clean the books in a file, which may hold several, and other documents."""
-    return SEPARATOR_LINE.join(book for document in text.split(SEPARATOR_LINE) for book in split_books(document))
+    return SEPARATOR_LINE.join(book for document in text.split(SEPARATOR_LINE) for book in _split_books(document))
 
 
-def split_books(document: str) -> Iterator[str]:
+def _split_books(document: str) -> Iterator[str]:
     start = GUTENBERG.search(document)
     if start is None:
         yield document
     while start:
         end = GUTENBERG_END.search(document, start.end())
         content = document[start.end() : end.start() if end else None].strip()
-        yield "\n\n".join(map(unwrap, re.split(r"\n(?:[ \t]*\n)+", content))) + "\n"
+        yield "\n\n".join(map(_unwrap, re.split(r"\n(?:[ \t]*\n)+", content))) + "\n"
         start = GUTENBERG.search(document, end.end()) if end else None
 
 
-def unwrap(paragraph: str) -> str:
+def _unwrap(paragraph: str) -> str:
     """Join the lines of a paragraph of prose. Verse has shorter or indented lines, or ones that begin with a
     capital."""
     lines = paragraph.split("\n")
@@ -135,7 +135,7 @@ def unwrap(paragraph: str) -> str:
     )
 
 
-def clean_whatsapp(text: str) -> str:
+def _clean_whatsapp(text: str) -> str:
     texts: list[str] = []
     for line in text.split("\n"):
         if match := WHATSAPP.match(line):

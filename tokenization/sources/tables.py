@@ -57,7 +57,7 @@ def read_parquet(file: BinaryIO, key: str) -> Iterator[Row]:
         for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[column] if column else None):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise table_error(error, "Parquet") from None
+        raise _table_error(error, "Parquet") from None
 
 
 def read_arrow(file: BinaryIO) -> Iterator[Row]:
@@ -74,10 +74,10 @@ def read_arrow(file: BinaryIO) -> Iterator[Row]:
         for batch in batches:
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise table_error(error, "Arrow") from None
+        raise _table_error(error, "Arrow") from None
 
 
-def table_error(error: Exception, kind: str) -> Exception:
+def _table_error(error: Exception, kind: str) -> Exception:
     """Return the error to raise: that of a download as it is, because another try may succeed, or UnreadableError."""
     if isinstance(error, OSError) and type(error) is not OSError:
         return error
