@@ -108,7 +108,7 @@ def complete_prompts(request: Request, sampling: Sampling) -> None:
         print("Note: the final space of a prompt is left out, because words begin with their space.", file=sys.stderr)
         prompts = [prompt[:-1] if ends_with_space(prompt) else prompt for prompt in prompts]
     encoded = {prompt: loaded.encode(prompt) for prompt in prompts}
-    prompts = repeat_each(prompts, request.num_samples)
+    prompts = [prompt for prompt in prompts for _ in range(request.num_samples)]
     print(loaded, file=sys.stderr)
     if request.stream or (len(prompts) == 1 and not request.json and not request.no_stream):
         stream_completions(loaded, encoded, prompts, sampling, training_text)
@@ -169,7 +169,7 @@ def compare_checkpoints(request: Request, sampling: Sampling) -> None:
     checkpoints = [open_checkpoint(path) for path in request.compare]  # checks all before loading the first
     has_chat = not request.raw and any(checkpoint.chat_template() for checkpoint in checkpoints)
     prompts = read_prompts(request, must_ask=has_chat)
-    repeated = repeat_each(prompts, request.num_samples)
+    repeated = [prompt for prompt in prompts for _ in range(request.num_samples)]
     rows_by_checkpoint: list[list[dict[str, Any]]] = []
     for checkpoint in checkpoints:
         loaded = LoadedModel.of(checkpoint, request)
@@ -270,10 +270,6 @@ def read_prompts(request: Request, must_ask: bool) -> list[str]:
         if not prompts:
             raise ConfigError("A chat model needs a --prompt to answer. To generate text without one, add --raw.")
     return prompts or [""]
-
-
-def repeat_each(prompts: Sequence[str], times: int) -> list[str]:
-    return [prompt for prompt in prompts for _ in range(times)]
 
 
 def print_separator(number: int) -> None:

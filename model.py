@@ -77,9 +77,8 @@ class KVCache:
             values[:, :, start:end] = v
         else:
             rows = torch.arange(k.size(0), device=k.device)[:, None]
-            keys[rows, :, positions] = k.transpose(1, 2).to(
-                keys.dtype
-            )  # indexed by (B, T), so the slice in between moves to the end
+            # Indexed by (B, T), so the slice in between moves to the end.
+            keys[rows, :, positions] = k.transpose(1, 2).to(keys.dtype)
             values[rows, :, positions] = v.transpose(1, 2).to(values.dtype)
         return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
 

@@ -31,7 +31,7 @@ from common.script import count_cores
 from common.validation import check
 from tokenization.conversations import read_conversations
 from tokenization.corpus import Source, list_left_out
-from tokenization.data_report import DataReport, describe_replaced, print_result
+from tokenization.data_report import DataReport, describe_replaced, print_result, warn_of_small_vocabulary
 from tokenization.dedup import Repeats
 from tokenization.documents import Piece, read_pieces
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
@@ -52,9 +52,7 @@ from tokenization.token_folder import (
     require_same_tokens,
 )
 from tokenizer import CharacterTokenizer, Tokenizer, character_counts, load_tokenizer
-from tokenizer_bpe import MIN_VOCABULARY, BPETokenizer, TokenizerError
-
-SMALL_VOCABULARY_SHARE = 0.75  # a vocabulary below this share of --vocab_size is reported
+from tokenizer_bpe import BPETokenizer, TokenizerError
 
 
 @writing_script(DataError)
@@ -210,7 +208,9 @@ def learn_tokenizer(read: Reader, settings: Settings, kind: str, total_bytes: in
             return CharacterTokenizer.train(
                 piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
             )
-        small_sample = sample_evenly((piece.text for piece in read(ignore)), SAMPLE_CHARACTERS / total_bytes)
+        small_sample = sample_evenly(
+            (piece.text for piece in read(lambda count: None)), SAMPLE_CHARACTERS / total_bytes
+        )
         form = choose_word_form(small_sample)
         sample = sample_evenly((piece.text for piece in pieces), settings.vocab_sample_mb * 1e6 / total_bytes)
         texts = progress.until_end(sample)
@@ -218,21 +218,8 @@ def learn_tokenizer(read: Reader, settings: Settings, kind: str, total_bytes: in
             lambda: BPETokenizer.train(texts, settings.vocab_size, settings.min_frequency, *form),
             lambda: progress.wait("counting and merging pairs"),
         )
-    if tokenizer.vocab_size == MIN_VOCABULARY < settings.vocab_size:
-        log.info(
-            f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {settings.min_frequency} "
-            "times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
-        )
-    elif tokenizer.vocab_size < SMALL_VOCABULARY_SHARE * settings.vocab_size:
-        log.info(
-            f"The vocabulary has {tokenizer.vocab_size:,} tokens, not {settings.vocab_size:,}, because no other pair "
-            f"occurs {settings.min_frequency} times in the text. More text gives more tokens."
-        )
+    warn_of_small_vocabulary(tokenizer, settings)
     return tokenizer
-
-
-def ignore(count: int) -> None:
-    """Report no progress."""
 
 
 def encode(

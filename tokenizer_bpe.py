@@ -537,9 +537,8 @@ def cut_whitespace(text: str) -> Iterator[str]:
 def cut_long_words(text: str) -> Iterator[str]:
     """Yield the text in parts. Words of WORD_BLOCK characters and more are cut, so that none has twice as many."""
     start, block_of_a_word = 0, block_pattern()
-    for block in range(
-        0, len(text), WORD_BLOCK
-    ):  # a word twice as long covers at least one block, which is quick to test
+    # A word twice as long covers at least one block, which is quick to test.
+    for block in range(0, len(text), WORD_BLOCK):
         if block_of_a_word.match(text, block):
             yield text[start : block + WORD_BLOCK // 2]
             start = block + WORD_BLOCK // 2

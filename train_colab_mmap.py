@@ -40,25 +40,16 @@ from model_config import ModelConfig
 from tokenization.corpus import require_existing
 from tokenization.token_folder import REPORT
 from tokenize_local_bpe import tokenize_text
-from training import companion, dial, inspections
+from training import companion, dial, inspections, plan
 from training.clock import Clock
 from training.compilation import prepare, retry_smaller
 from training.data import TokenData
 from training.evaluate import Answer, check_prompts, evaluate, evaluate_before_steps, record_evaluation
-from training.growth import find_growth
+from training.growth import find_growth, recover_choice
 from training.hardware import configure_device, freeze_garbage, set_attention_backend
 from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
 from training.mirror import Mirror
 from training.parallel import max_over_ranks, on_rank_0, process_group
-from training.plan import (
-    choose_shape,
-    describe_model,
-    describe_repetition,
-    estimate_steps,
-    find_adapter_base,
-    read_run_prompts,
-    text_settings,
-)
 from training.report import Report, print_start, print_stop
 from training.resume import find_previous, prepare_run_folder, recover_run, start_or_resume
 from training.run import Prompt, Run
@@ -102,9 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def choose_model(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
     """Choose the model for the text and this machine, or read what an earlier session chose. If the text has changed
     since, continue from the best weights on the text as it is now."""
-    config = dial.recover_config(argv, requested)
-    if config is None:
+    kept, forecast = recover_choice(requested, dial.DIAL_SOURCE)
+    if not kept:
         return dial.choose(argv, requested, started)
+    config = replace(parse_config(argv, kept, dial.DIAL_SOURCE), forecast=forecast)
     growth = find_growth(config)
     if growth is None:
         return config
@@ -213,10 +205,10 @@ def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitS
     else:
         lock.enter_context(Store(config.run_dir).locked())
         previous = recover_run(config, mirror)
-    shape = choose_shape(config, previous)
+    shape = plan.choose_shape(config, previous)
     configure_device(config, shape)  # reports what the machine lacks before a long text is tokenized
-    prompts = read_run_prompts(config)
-    base = find_adapter_base(config, previous)
+    prompts = plan.read_run_prompts(config)
+    base = plan.find_adapter_base(config, previous)
     lora = None if base is None else config.lora(str(base.path), base.weights_sha256())
     data_dir = tokenize_input(config, previous)
     if config.input:
@@ -231,7 +223,7 @@ def tokenize_input(config: Config, previous: Previous) -> str | None:
     """
     if not config.input:
         return config.data_dir
-    settings = text_settings(config, previous)
+    settings = plan.text_settings(config, previous)
     tokenize_text(settings, quiet=True, may_replace=not config.data_dir)
     return settings.output_dir
 
@@ -247,19 +239,19 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
     previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: prepare_inputs(config, mirror, lock))
     was_compiled = previous.saved.state.compiled if previous.saved else None
-    hardware = configure_device(config, shape, was_compiled, estimate_steps(config, data_dir, shape.max_seq_len))
+    hardware = configure_device(config, shape, was_compiled, plan.estimate_steps(config, data_dir, shape.max_seq_len))
     print(hardware.describe())
     if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
         return_freed_memory(hardware.device)
 
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
     set_attention_backend(data.layout.has_mask)
-    print(data.describe() + describe_repetition(data.windows, config))
+    print(data.describe() + plan.describe_repetition(data.windows, config))
     check_prompts(prompts, data)
 
     shape = replace(shape, vocab_size=data.vocab_size)
     sizes = build_on_meta(config, shape)
-    print(describe_model(config, sizes, base))
+    print(plan.describe_model(config, sizes, base))
     rows, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
     with memory_advice(config, shape, hardware, lambda: config.rows_at_once(rows)):
         torch.manual_seed(config.seed)

@@ -208,8 +208,8 @@ def require_order(messages: Sequence[Message], last: str) -> None:
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     expected = ["user", "assistant"] * (len(turns) // 2 + 1)
-    for number, (role, wanted) in enumerate(zip(turns, expected, strict=False), 1 + len(roles) - len(turns)):
-        if role != wanted:
-            raise ValueError(f"turn {number} is from the {role}; it should be from the {wanted}")
+    for number, (role, role_expected) in enumerate(zip(turns, expected, strict=False), 1 + len(roles) - len(turns)):
+        if role != role_expected:
+            raise ValueError(f"turn {number} is from the {role}; it should be from the {role_expected}")
     if roles[-1] != last:
         raise ValueError(f"the last turn is from the {roles[-1]}; it should be from the {last}")

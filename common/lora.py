@@ -70,12 +70,13 @@ def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
     """Load adapters into a model that has some. Raises ValueError if they do not fit or are not finite."""
-    own = adapters_of(model)
-    require_shapes(adapters, {name: tensor.shape for name, tensor in own.items()}, "the adapters do not fit the base")
+    trained = adapters_of(model)
+    shapes = {name: tensor.shape for name, tensor in trained.items()}
+    require_shapes(adapters, shapes, "the adapters do not fit the base")
     broken = [name for name, tensor in adapters.items() if not tensor.float().sum().isfinite()]
     if broken:
         raise ValueError(f"the adapters are not finite: {list_first(broken)}")
-    for name, tensor in own.items():
+    for name, tensor in trained.items():
         tensor.copy_(adapters[name])
 
 

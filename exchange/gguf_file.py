@@ -177,10 +177,11 @@ def to_gguf_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torc
     if config.rope_scaling:
         half = config.head_dim // 2
         frequencies = config.rope_base ** (-torch.arange(half) / half)
+        # llama.cpp divides the frequencies by this
         yield (
             "rope_freqs.weight",
             frequencies / scale_frequencies(frequencies, *config.rope_scaling),
-        )  # llama.cpp divides the frequencies by this
+        )
 
 
 def _interleave_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -48,9 +48,9 @@ def build_chat_jinja(template: Template, tokenizer: Tokenizer, marks_answers: bo
     jinja = Path(__file__).with_name(file).read_text(encoding="utf-8")
     if not marks_answers:
         jinja = jinja.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-    given = {"template": template.to_dict(), "special": list(_hf_special_tokens(tokenizer))}
+    values = {"template": template.to_dict(), "special": list(_hf_special_tokens(tokenizer))}
     return (
-        "".join(f"{{%- set {key} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for key, value in given.items())
+        "".join(f"{{%- set {key} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for key, value in values.items())
         + jinja
     )
 
@@ -258,8 +258,8 @@ def recognize_chat_template(folder: Path, tokenizer: Tokenizer, hf_tokenizer: An
     turns = [Message("user", "What is it?"), Message("assistant", 'It\'s a "test".'), Message("user", "Why\n\nso?")]
 
     def ask(messages: Sequence[Message], **how: Any) -> Any:
-        asked = [message._asdict() for message in messages]
-        return hf_tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
+        turns = [message._asdict() for message in messages]
+        return hf_tokenizer.apply_chat_template(turns, add_generation_prompt=True, **how)
 
     try:
         # The text before the question is the default system turn.

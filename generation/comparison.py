@@ -107,9 +107,8 @@ class Comparison:
                 sentences.append(f"{best.name} is better than {other.name} by {size}.")
             else:
                 sentences.append(f"{best.name} and {other.name} do not differ measurably on this text ({size}).")
-            if (
-                best.training_tokens and best.training_tokens == other.training_tokens and best.losses and other.losses
-            ):  # losses on the same text
+            # Losses on the same text
+            if best.training_tokens and best.training_tokens == other.training_tokens and best.losses and other.losses:
                 time, loss = other.losses[-1]
                 reached = next((seconds for seconds, best_loss in best.losses if best_loss <= loss), None)
                 if reached is not None:
@@ -155,27 +154,33 @@ def _choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]
     """Return {who holds them out: passages} that all models can encode and none was trained on. Raises DataError if
     there are none, ConfigError for conversations and models with different vocabularies."""
     held_out = {
-        each.name: {one.text: one for one in read_held_out(each.training_tokens)}
-        for each in contenders
-        if each.training_tokens
+        contender.name: {passage.text: passage for passage in read_held_out(contender.training_tokens)}
+        for contender in contenders
+        if contender.training_tokens
     }
     groups = defaultdict[str, list[Passage]](list)
     for text, passage in ChainMap(*held_out.values()).items():
-        names = [name for name, theirs in held_out.items() if text in theirs]
+        names = [name for name, texts in held_out.items() if text in texts]
         groups["all" if len(names) == len(held_out) else " and ".join(names)].append(passage)
-    paths = [each.checkpoint.tokenizer_path() for each in contenders]
+    paths = [contender.checkpoint.tokenizer_path() for contender in contenders]
     tokenizers = [load_tokenizer(path) for path in paths]
     if len(set(map(sha256_file, paths))) > 1 and any(group[0].ids is not None for group in groups.values()):
         raise ConfigError("On conversations, only models with the same vocabulary can be compared.")
     found: dict[str, list[Passage]] = {}
-    for whose in sorted(groups, key=lambda whose: whose != "all"):
-        passages = [one for one in pick_evenly(groups[whose]) if all(can_encode(each, one) for each in tokenizers)]
-        for other in contenders:
-            others = [one for one in passages if other.training_tokens and one.text not in held_out[other.name]]
-            learned = find_in_training(other.training_tokens, others) if other.training_tokens and others else set()
-            passages = [one for one in passages if one.text not in learned]
+    for holder in sorted(groups, key=lambda name: name != "all"):
+        passages = [
+            passage
+            for passage in pick_evenly(groups[holder])
+            if all(can_encode(tokenizer, passage) for tokenizer in tokenizers)
+        ]
+        for contender in contenders:
+            if contender.training_tokens is not None:
+                own = held_out[contender.name]
+                others = [passage for passage in passages if passage.text not in own]
+                learned = find_in_training(contender.training_tokens, others) if others else set()
+                passages = [passage for passage in passages if passage.text not in learned]
         if passages:
-            found[whose] = passages
+            found[holder] = passages
     if not found:
         why = "each was trained on what the others hold out" if held_out else "their tokens are gone"
         raise DataError(

@@ -31,9 +31,8 @@ PASSAGES_AT_ONCE = 8  # scored between two looks at the clock
 PART_CHARACTERS = 100  # a passage is searched for by parts of this length
 SEARCH_BLOCK_TOKENS = 1 << 20
 
-SENTENCE_ENDS = re.compile(
-    r"(?<=[.!?\u2026])[\"'\u201d\u2019\xbb)\]]*\s+|(?<=[\u3002\uff01\uff1f])"
-)  # includes Chinese
+# Sentence ends, also Chinese ones.
+SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026])[\"'\u201d\u2019\xbb)\]]*\s+|(?<=[\u3002\uff01\uff1f])")
 MIN_SENTENCE, MAX_SENTENCE = 20, 200  # characters
 MIN_CHARACTERS_BEFORE = 100
 MAX_CONTEXT_TOKENS = 128  # the next sentence hardly depends on more
@@ -64,7 +63,7 @@ def read_held_out(metadata: TokenMetadata) -> list[Passage]:
     if metadata.chat_template is None:
         return [Passage(text) for text in _split_into_passages(ids, tokenizer)]
     starts = np.flatnonzero((ids == tokenizer.start_id) & ~read_mask(metadata)[metadata.train_tokens :])
-    return [Passage(tokenizer.decode(each), each) for each in np.split(ids, starts)[1:]]
+    return [Passage(tokenizer.decode(part), part) for part in np.split(ids, starts)[1:]]
 
 
 def _split_into_passages(ids: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:

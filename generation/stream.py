@@ -115,8 +115,8 @@ def forbid_unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> 
 def _send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     """Start copying tokens to the host. Return a function that waits for the copy, but not for work queued later."""
     if not tokens.is_cuda:
-        here = tokens.tolist()
-        return lambda: here
+        on_host = tokens.tolist()
+        return lambda: on_host
     values = tokens.to("cpu", non_blocking=True)  # into pinned memory
     copied = torch.cuda.Event()
     copied.record()

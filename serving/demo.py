@@ -61,8 +61,9 @@ def load(path: Path, modified_ns: int, device: str) -> Loaded:
 
 
 def _read_sampling(values: Sequence[Any]) -> Sampling:
-    given = dict(zip(SETTINGS, values, strict=True))
-    return build(Sampling, given | {"seed": random.randrange(2**31) if given["seed"] is None else int(given["seed"])})
+    settings = dict(zip(SETTINGS, values, strict=True))
+    settings["seed"] = random.randrange(2**31) if settings["seed"] is None else int(settings["seed"])
+    return build(Sampling, settings)
 
 
 def generate(loaded: Loaded, prompt: str | list[Message], sampling: Sampling) -> Iterator[tuple[str, float]]:

@@ -203,10 +203,10 @@ def extract_messages(record: Any) -> list[Message]:
         except (AttributeError, TypeError):
             raise ValueError("its mapping is not ChatGPT's format") from None
     elif "instruction" in record and "output" in record:
-        given = _read_content(record.get("input") or "", "input")
+        context = _read_content(record.get("input") or "", "input")
         question = _read_content(record["instruction"], "instruction")
         messages = [
-            Message("user", f"{question}\n\n{given}" if given.strip() else question),
+            Message("user", f"{question}\n\n{context}" if context.strip() else question),
             Message("assistant", _read_content(record["output"], "output")),
         ]
     elif "prompt" in record and "completion" in record:

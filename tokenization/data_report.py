@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import DataError
-from common.output import byte_size, cell, plural, table_row
+from common.output import byte_size, cell, log, plural, table_row
 from tokenization.corpus import Source
 from tokenization.dedup import NUM_EXAMPLES, Repeats
 from tokenization.documents import Piece
@@ -24,12 +24,14 @@ from tokenization.kinds import UNKNOWN_SUFFIX
 from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import Settings
 from tokenization.token_folder import TokenFolder
-from tokenizer import load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
+from tokenizer_bpe import MIN_VOCABULARY
 
 MAX_LISTED_FILES, MAX_PRINTED_LINES = 1000, 12
 MAX_PRINTED_NAMES = 5  # files left out for one reason
 MAX_LISTED_NAMES = 5  # files of the tokens that are replaced
 NUM_LONGEST_TOKENS = 10
+SMALL_VOCABULARY_SHARE = 0.75  # a vocabulary below this share of --vocab_size is reported
 
 
 @dataclass
@@ -152,6 +154,20 @@ class DataReport:
 def _join_names(names: Sequence[str], limit: int) -> str:
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def warn_of_small_vocabulary(tokenizer: Tokenizer, settings: Settings) -> None:
+    """Print a note if a learned vocabulary is much smaller than requested."""
+    if tokenizer.vocab_size == MIN_VOCABULARY < settings.vocab_size:
+        log.info(
+            f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {settings.min_frequency} "
+            "times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
+        )
+    elif tokenizer.vocab_size < SMALL_VOCABULARY_SHARE * settings.vocab_size:
+        log.info(
+            f"The vocabulary has {tokenizer.vocab_size:,} tokens, not {settings.vocab_size:,}, because no other pair "
+            f"occurs {settings.min_frequency} times in the text. More text gives more tokens."
+        )
 
 
 def describe_replaced(path: Path) -> str:

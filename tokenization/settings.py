@@ -17,6 +17,7 @@ from common.validation import STRICT, NonEmptyText, check, option, options_of
 DEFAULT_FOLDER = "datasets_cache"
 HUB = "hf://"  # prefix of an input on the Hugging Face hub
 EXTRACTED = Path(DEFAULT_FOLDER) / "extracted"  # text extracted from other files
+MAX_NAME_BYTES = 200  # file systems allow 255, including suffixes
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between documents, and the special token that ends each
 
 
@@ -101,10 +102,8 @@ class Settings:
             problems.append('--document_separator must be a single line ("" is a blank line)')
         if self.output_name and Path(self.output_name).name != self.output_name:
             problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
-        elif (
-            self.output_name and len(os.fsencode(self.output_name)) > 200
-        ):  # file systems allow 255, including suffixes
-            problems.append("--output_name is longer than 200 bytes; use a shorter one")
+        elif self.output_name and len(os.fsencode(self.output_name)) > MAX_NAME_BYTES:
+            problems.append(f"--output_name is longer than {MAX_NAME_BYTES} bytes; use a shorter one")
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -87,9 +87,8 @@ class CompiledParts(torch.nn.Module):
         self.model = model
         compiled = functools.partial(torch.compile, dynamic=False)
         self.embed_texts, self.loss = compiled(model.embed_texts), compiled(model.loss)
-        self.blocks = [
-            compiled(block) for block in model.blocks
-        ]  # a list, because their parameters belong to the model
+        # A list, because their parameters belong to the model.
+        self.blocks = [compiled(block) for block in model.blocks]
 
     def use_uncompiled(self) -> None:
         """Use the uncompiled parts from now on."""

@@ -354,8 +354,8 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
         phase, order = _epoch_order(seed, epoch, windows, spare, seq_len)
-        here = epochs == epoch
-        starts[here] = phase + order[places[here]] * seq_len
+        in_epoch = epochs == epoch
+        starts[in_epoch] = phase + order[places[in_epoch]] * seq_len
     return starts
 
 

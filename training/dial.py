@@ -26,7 +26,7 @@ from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
 from training.data import MAX_GPU_TOKENS_SHARE
-from training.growth import REWARM_PEAK, WARMUP_SHARE, Growth, recover_choice
+from training.growth import REWARM_PEAK, WARMUP_SHARE, Growth
 from training.hardware import (
     CPU_COMPILE_SAVING,
     CPU_DROPOUT_SLOWDOWN,
@@ -77,12 +77,6 @@ SUGGESTED_COMPANION = "hf://datasets/manu/project_gutenberg/data/en-*.parquet"
 
 MAX_KNOWN_DIFFICULTY_ERROR = 0.3  # bits per letter; no text that differs more from English books was measured
 MIN_STEPS = 50  # a model with fewer steps has hardly begun to learn
-
-
-def recover_config(argv: Sequence[str] | None, requested: Config) -> Config | None:
-    """Return the configuration that an earlier session chose for this run; None if there is none."""
-    kept, forecast = recover_choice(requested, DIAL_SOURCE)
-    return replace(parse_config(argv, kept, DIAL_SOURCE), forecast=forecast) if kept else None
 
 
 def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
@@ -531,8 +525,8 @@ class Dial:
         notes = spare = others = ""
         if not self.own_text:
             half, double = (
-                f"{plural(each, 'minute')}: {self.find_best_within(each).loss:.2f}"
-                for each in (minutes / 2, minutes * 2)
+                f"{plural(length, 'minute')}: {self.find_best_within(length).loss:.2f}"
+                for length in (minutes / 2, minutes * 2)
             )
             others = f"With       {half}, with {double}\n"
         if 2 * choice.seconds <= 60 * minutes and not self.own_text:

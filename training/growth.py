@@ -106,7 +106,7 @@ def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecas
     if store.is_empty and (new_run_path(config.run_dir) / CONFIG).is_file():
         with store.locked():  # fails if another session is doing it
             finish_setting_aside(store, mirror)
-    is_trained = any(each.steps() for each in (store, mirror) if each is not None)
+    is_trained = any(folder.steps() for folder in (store, mirror) if folder is not None)
     for path in [*store.records(CONFIG), *(mirror.records(CONFIG) if mirror is not None else [])]:
         content = read_json(path, ConfigError)
         if is_resolved(content):

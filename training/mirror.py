@@ -277,9 +277,8 @@ class Mirror:
         self.root.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
         self.dir.mkdir(exist_ok=True)
         marked_id, run_id = self.store.marker().get("run_id"), self.store.run_id
-        if marked_id is None or (
-            marked_id != run_id and not self.store.steps()
-        ):  # a kill may have come before the first copy
+        # A kill may have come before the first copy.
+        if marked_id is None or (marked_id != run_id and not self.store.steps()):
             write_json(self.dir / RUN_MARKER, {"run_id": run_id, "output_dir": str(self.source.dir)})
         self.store.require_marker()
 

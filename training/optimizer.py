@@ -218,9 +218,8 @@ class Rule(NamedTuple):
 
     takes: Callable[[str, Parameter], bool]  # (name, parameter) -> whether this rule updates it; if not, AdamW does
     state: tuple[str, ...]  # state tensors: fp32, in the parameter's shape; "step" is a scalar
-    hyperparameters: Callable[
-        [Config, float | torch.Tensor], dict[str, Any]
-    ]  # (config, AdamW's learning rate) -> group keys
+    # (config, AdamW's learning rate) -> group keys
+    hyperparameters: Callable[[Config, float | torch.Tensor], dict[str, Any]]
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
     divides_gradients: bool = False  # the kernel divides by grad_scale; other rules get clipped gradients
     splits_stacked: bool = False  # matrices stacked in one parameter are updated separately

@@ -38,10 +38,10 @@ T = TypeVar("T")
 class Group:
     """The process groups of this job."""
 
-    def __init__(self, here: World, device: torch.device):
+    def __init__(self, ranks: World, device: torch.device):
         """Join the job. Raises torch.distributed's errors if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        hint = threading.Timer(HINT_SECONDS, _print_hint, (here,))
+        hint = threading.Timer(HINT_SECONDS, _print_hint, (ranks,))
         hint.daemon = True
         hint.start()
         if device.type == "cuda":  # NCCL kills the process at its timeout; gloo has to time out first
@@ -53,9 +53,8 @@ class Group:
         self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
         self.in_rank_0_only = False  # inside `on_rank_0`
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(
-            address, port, is_master=False, wait_for_workers=False
-        )  # torchrun's store, which outlives this process
+        # torchrun's store, which outlives this process
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False)
         self.store = PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def is_first_to_report(self, text: str) -> bool:
@@ -65,14 +64,14 @@ class Group:
         return True
 
 
-def _print_hint(here: World) -> None:
+def _print_hint(ranks: World) -> None:
     """Name the variables that make this process wait, if torchrun has not set them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         with contextlib.suppress(OSError):  # to stderr of every rank, because there may be no rank 0
             os.write(
                 2,
-                f"Waiting for {here.size} processes, because RANK and WORLD_SIZE are set. If you did not use torchrun, "
-                "press Ctrl-C and type: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n".encode(),
+                f"Waiting for {ranks.size} processes, because RANK and WORLD_SIZE are set. If you did not use "
+                "torchrun, press Ctrl-C and type: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n".encode(),
             )
 
 
@@ -86,49 +85,49 @@ def process_group(config: Config) -> Iterator[None]:
     If one process dies or hangs, the others raise ProcessLost. If several raise the same error, one prints it.
     """
     global GROUP
-    here = world()
-    if here.size == 1:
+    ranks = world()
+    if ranks.size == 1:
         yield
         return
     try:
-        GROUP = join(config, here)
+        GROUP = join(config, ranks)
         yield
         dist.barrier(GROUP.patient_hosts)  # torchrun kills the others when one exits, even while they save
         dist.destroy_process_group()
     except BaseException as error:
-        _exit_together(error, here)
+        _exit_together(error, ranks)
     finally:
         GROUP = None
 
 
-def join(config: Config, here: World) -> Group:
+def join(config: Config, ranks: World) -> Group:
     device = pick_device(config.device if config.use_gpu else "cpu")
     if device.type == "cuda":
-        if here.local_rank >= (gpus := torch.cuda.device_count()):
+        if ranks.local_rank >= (gpus := torch.cuda.device_count()):
             raise ConfigError(
-                f"torchrun started {here.local_size} processes on this machine, which has {gpus} GPUs. Use "
+                f"torchrun started {ranks.local_size} processes on this machine, which has {gpus} GPUs. Use "
                 f"--nproc_per_node={gpus}, or --device cpu."
             )
         torch.cuda.set_device(device)
-    group = Group(here, device)
+    group = Group(ranks, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     print(
-        f"Processes  {here.size} ({backend}), each with {config.sequences_per_process} of the "
+        f"Processes  {ranks.size} ({backend}), each with {config.sequences_per_process} of the "
         f"{config.sequences_per_step} sequences of a step"
     )
     return group
 
 
-def _exit_together(error: BaseException, here: World) -> NoReturn:
+def _exit_together(error: BaseException, ranks: World) -> NoReturn:
     """Raise `error`, or ProcessLost if another process caused it. If another process has printed the same error, exit
     with its code."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it before the others have printed
     if is_collective_error(error):
         lost = ProcessLost(
-            f"The {here.size} processes that torchrun started could not connect to each other ({error})."
+            f"The {ranks.size} processes that torchrun started could not connect to each other ({error})."
             if GROUP is None
-            else f"One of the {here.size} processes died, or did not answer for {TIMEOUT_SECONDS:g} s. Saved "
+            else f"One of the {ranks.size} processes died, or did not answer for {TIMEOUT_SECONDS:g} s. Saved "
             "checkpoints are intact: run the same command to continue."
         )
         lost.__cause__ = error
@@ -138,7 +137,7 @@ def _exit_together(error: BaseException, here: World) -> NoReturn:
             get_error_handler().record_exception(error)  # torchrun prints the traceback in its table
         raise error
     if GROUP is None or GROUP.is_first_to_report(str(error)):
-        if here.rank == 0:
+        if ranks.rank == 0:
             raise error
         with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, f"error: {error}\n".encode())
@@ -200,8 +199,8 @@ def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
 def own_rows(rows: int) -> tuple[int, int]:
     """Return this process's slice of a step's `rows` sequences: the first row and the number of rows, which differ by
     at most one between processes."""
-    here = world()
-    first, end = (rows * part // here.size for part in (here.rank, here.rank + 1))
+    ranks = world()
+    first, end = (rows * part // ranks.size for part in (ranks.rank, ranks.rank + 1))
     return first, end - first
 
 
@@ -224,13 +223,13 @@ def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Te
     the whole result (all-gather)."""
     if GROUP is None:
         return work(batch)
-    here = world()
-    share = -(-len(batch) // here.size)
-    mine = batch[share * here.rank : share * (here.rank + 1)]
+    ranks = world()
+    share = -(-len(batch) // ranks.size)
+    mine = batch[share * ranks.rank : share * (ranks.rank + 1)]
     done = batch.new_zeros(share, *batch.shape[1:])  # all-gather needs the same size in all processes
     if len(mine):
         done[: len(mine)] = work(mine)
-    parts = [torch.empty_like(done) for _ in range(here.size)]
+    parts = [torch.empty_like(done) for _ in range(ranks.size)]
     dist.all_gather(parts, done)
     return torch.cat(parts)[: len(batch)]
 

@@ -209,8 +209,8 @@ def render_answers(
 
     head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
     lines = [table_row(head), table_row(["---"] * len(head))]
-    for i, (prompt, answer, wanted) in enumerate(zip(prompts, answers, expected, strict=True)):
-        verdict = "" if wanted is None else "yes" if answer.strip() == wanted.strip() else f"no: {text_cell(wanted)}"
+    for i, (prompt, answer, right) in enumerate(zip(prompts, answers, expected, strict=True)):
+        verdict = "" if right is None else "yes" if answer.strip() == right.strip() else f"no: {text_cell(right)}"
         earlier = [text_cell(before[i])] if before else []
         lines.append(table_row([text_cell(prompt), *earlier, text_cell(answer), verdict]))
     return lines

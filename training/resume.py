@@ -192,10 +192,10 @@ def _copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previ
     else:
         store.steps_dir.mkdir(parents=True, exist_ok=True)
         if previous.is_own:
-            here = store.step_path(step_of(folder))
-            if _try_copy(partial(store.copy, folder, here.name), folder, store):
+            target = store.step_path(step_of(folder))
+            if _try_copy(partial(store.copy, folder, target.name), folder, store):
                 print(f"Copies     {previous.checkpoint.path}, the newest checkpoint, was restored to {store.dir}.")
-                previous = replace(previous, checkpoint=Checkpoint(here))
+                previous = replace(previous, checkpoint=Checkpoint(target))
         records = folder / RECORDS_FOLDER if (folder / RECORDS_FOLDER).is_dir() else parent
         for name in RECORDS:
             if (records / name).is_file():
@@ -407,7 +407,7 @@ def _list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dic
 
 def _print_changes(saved: dict[str, Any], run: Run) -> None:
     """Print the keys of the configuration that changed since the last session."""
-    now, sources = run.resolved(), run.config.sources
+    values, sources = run.resolved(), run.config.sources
     for key, value in saved.items():
-        if key in now and scope_of(key) == "run" and now[key] != value:
-            print(f"  changed: {key} {value} -> {now[key]} ({sources.get(key, '')})")
+        if key in values and scope_of(key) == "run" and values[key] != value:
+            print(f"  changed: {key} {value} -> {values[key]} ({sources.get(key, '')})")

@@ -47,9 +47,8 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other thread gets signals
-            numbers = [
-                number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-            ]  # ignored under nohup
+            # Ignored under nohup
+            numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 

@@ -276,7 +276,7 @@ def _score_on_passages(run: Run, deadline: float) -> dict[str, str]:
         facts = {}
         if run.data.metadata.chat_template is None:
             log.info("Scoring    next sentences of held-out passages ...")
-            texts = [each.text for each in pick_evenly(passages)]
+            texts = [passage.text for passage in pick_evenly(passages)]
             guessed = score_next_sentences(run.model, run.data.tokenizer, texts, deadline)
             facts = {"Next sentence": str(guessed)} if guessed.total else {}
         return facts | (_compare_with_start(run, passages, deadline) if run.config.init_from else {})

@@ -269,7 +269,7 @@ def measure_tokens(config: Config) -> TextStats:
 
 def describe_changes(old: TokenMetadata, new: TokenMetadata) -> str:
     """Describe which files are new, changed in size or gone, and the share of new and changed ones in the text."""
-    before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (old, new))
+    before, after = ({file["name"]: file["size"] for file in metadata.source_files} for metadata in (old, new))
     kinds = {
         "new": [name for name in after if name not in before],
         "changed": [name for name in after if after[name] != before.get(name, after[name])],

@@ -81,9 +81,10 @@ class Training:
         self.config = tiny_config(self.token_folder, folder / "run", **changes)
         self.data = open_tokens(self.config, CPU)
         run = self.start_or_resume()
-        with Stop() as stop, Saver(run, Clock(run, 0.0), stop):  # which saves the last step
+        with Stop() as stop, Saver(run, Clock(run, 0.0), stop) as saver:
             for _ in range(2):
                 self.take_step(run)
+            saver.save_unsaved_step()
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
