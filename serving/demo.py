@@ -62,8 +62,10 @@ def load(path: Path, modified_ns: int, device: str) -> Loaded:
 
 def _read_sampling(values: Sequence[Any]) -> Sampling:
     settings = dict(zip(SETTINGS, values, strict=True))
-    settings["seed"] = random.randrange(2**31) if settings["seed"] is None else int(settings["seed"])
-    return build(Sampling, settings)
+    seed = settings["seed"].strip() or str(random.randrange(2**31))
+    if not seed.isdecimal():
+        raise gr.Error(f"The seed is a whole number, not {seed:.20}.", print_exception=False)
+    return build(Sampling, settings | {"seed": int(seed)})
 
 
 def generate(loaded: Loaded, prompt: str | list[Message], sampling: Sampling) -> Iterator[tuple[str, float]]:
@@ -152,7 +154,8 @@ def make_page(places: Sequence[Path], device: str) -> gr.Blocks:
                 gr.Slider(0, 200, Sampling.top_k, step=1, label="Top-k (0: off)"),
                 gr.Slider(0.01, 1, Sampling.top_p, step=0.01, label="Top-p (1: off)"),
                 gr.Slider(1, 2, Sampling.repetition_penalty, step=0.05, label="Repetition penalty"),
-                gr.Number(None, precision=0, label="Seed", placeholder="another each time"),
+                # As text, because gr.Number shows, and sends, a 0 where nothing was typed.
+                gr.Textbox("", label="Seed", placeholder="another each time"),
             ]
         with gr.Tab("Text"):
             compared = gr.Dropdown(

@@ -45,7 +45,7 @@ class Visitor:
 
     def __init__(self, browser: Any, demo: Server, **screen: Any) -> None:
         self.page = browser.new_page(**screen)
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []
         self.hosts: set[str] = set()
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -56,7 +56,15 @@ class Visitor:
     def set(self, label: str, value: object) -> None:
         if not self.page.get_by_label(label).locator("visible=true").count():
             self.page.get_by_role("button", name="Settings").click()
-        self.page.get_by_label(label).locator("visible=true").first.fill(str(value))
+        self.fill(self.page.get_by_label(label).locator("visible=true").first, str(value))
+
+    def fill(self, field: Any, text: str) -> None:
+        """Fill a field and see that it keeps the text: soon after it has appeared, it takes its first one once more."""
+        field.fill(text)
+        for _ in range(5):
+            self.page.wait_for_timeout(100)
+            if field.input_value() != text:
+                field.fill(text)
 
     def choose(self, *paths: str) -> None:
         box = self.page.get_by_role("combobox", name="Checkpoints")
@@ -123,6 +131,19 @@ def test_a_character_that_the_model_does_not_know_is_said_beside_its_name(visito
     visitor.see("2 characters are not in the vocabulary")
 
 
+def test_a_seed_is_another_each_time_or_the_one_that_was_typed(visitor: Visitor) -> None:
+    seeds = set()
+    for length in (4, 5):
+        visitor.set("Length", length)
+        visitor.generate("the")
+        visitor.see(f"{length} tokens, ")
+        seeds |= set(re.findall(r"seed (\d+)", visitor.page.evaluate("document.body.innerText")))
+    assert len(seeds) == 2
+    visitor.set("Seed", "seven")
+    visitor.generate("the")
+    visitor.see("The seed is a whole number")
+
+
 def test_a_conversation_is_that_of_generate(visitor: Visitor, runs: Path) -> None:
     model, tokenizer = generate.load_model(runs / "talker/best", "cpu")
     ids = ChatTemplate().prompt_ids(tokenizer, [Message("user", "What is it?")])
@@ -132,7 +153,7 @@ def test_a_conversation_is_that_of_generate(visitor: Visitor, runs: Path) -> Non
     visitor.set("Seed", seed)
     visitor.page.get_by_role("tab", name="Conversation").click()
     box = visitor.page.get_by_role("textbox").locator("visible=true").last
-    box.fill("What is it?")
+    visitor.fill(box, "What is it?")
     box.press("Enter")
     visitor.see(text)
     box.fill("And that?")
