@@ -102,6 +102,8 @@ def complete_prompts(request: Request, sampling: Sampling) -> None:
     """Complete each prompt `num_samples` times: one after the other as the tokens come, or in batches."""
     checkpoint = open_checkpoint(request.checkpoint or find_newest_run())
     training_text = TracedText.of(checkpoint) if request.trace else None
+    for note in training_text.notes if training_text else ():
+        print(f"Note: {note}.", file=sys.stderr)
     loaded = LoadedModel.of(checkpoint, request)
     prompts = read_prompts(request, must_ask=loaded.template is not None)
     if loaded.template is None and loaded.tokenizer.kind == "bpe" and any(map(ends_with_space, prompts)):
@@ -284,7 +286,8 @@ def print_copied(text: str, training_text: TracedText | None) -> None:
     spans = training_text.find_spans(text)
     print(f"\nCopied     {describe_share(spans, [text])}", flush=True)
     for span in spans:
-        print(f'  {span.place}: "{printable(" ".join(span.text.split()))}"', flush=True)
+        place = f"{span.place} (held out, not trained on)" if span.is_held_out else span.place
+        print(f'  {place}: "{printable(" ".join(span.text.split()))}"', flush=True)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from common.validation import check
 from tokenization.conversations import read_conversations
 from tokenization.corpus import Source, list_left_out
 from tokenization.data_report import DataReport, describe_replaced, print_result, warn_of_small_vocabulary
-from tokenization.dedup import Repeats
+from tokenization.dedup import Copies, Repeats
 from tokenization.documents import Piece, read_pieces
-from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
+from tokenization.encoding import Reader, concatenate, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.extract import FORMAT_SUFFIXES, detect_format, find_files, make_readable
 from tokenization.fingerprint import choose_kind, compute_fingerprint, find_complete, work_fingerprint
 from tokenization.held_out import choose_held_out
@@ -150,12 +150,19 @@ def encode_text(
     `left_out`: (name, reason) of files without text."""
     total_bytes = sum(source.text_bytes for source in sources)
     read, repeats = build_reader(sources, settings)
+    learned, learned_bytes = read, total_bytes
+    if settings.own_text:  # this text is its companion
+        own_sources = make_readable(find_files(settings.for_own_text()), settings).sources
+        own, _ = build_reader(own_sources, settings)
+        repeats = Copies(read, own)
+        read = repeats.remove
+        learned, learned_bytes = concatenate(own, read), total_bytes + sum(one.text_bytes for one in own_sources)
     held_out, note, copies = choose_held_out(read, 1 - settings.train_split, total_bytes)
     if note:
         log.info(note)
     report = DataReport(sources, left_out, repeats, held_out, copies)
 
-    tokenizer = prepare_tokenizer(folder, read, settings, kind, total_bytes)
+    tokenizer = prepare_tokenizer(folder, learned, settings, kind, learned_bytes)
     if isinstance(tokenizer, BPETokenizer):
         if not settings.tokenizer_file:
             report.words = describe_word_form(tokenizer)
@@ -175,7 +182,7 @@ def encode_text(
     return metadata, report
 
 
-def build_reader(sources: Sequence[Source], settings: Settings) -> tuple[Reader, Repeats | None]:
+def build_reader(sources: Sequence[Source], settings: Settings) -> tuple[Reader, Repeats | Copies | None]:
     """Return a reader of the text, and the repeated text it leaves out with --dedup."""
     if settings.format == "chat":
         return functools.partial(read_conversations, sources, ChatTemplate()), None

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from common.lora import LoRA, add_adapters
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.corpus import require_existing
+from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.token_folder import REPORT
 from tokenize_local_bpe import tokenize_text
 from training import companion, dial, inspections, plan
@@ -71,37 +72,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Run        {config.run_dir}{f' on {config.input}' if config.input else ''}", flush=True)
     require_existing([text for text in (config.input, config.companion) if text and text != BUILTIN_CONVERSATIONS])
 
-    runs: Iterable[tuple[Config, float]] = [(config, started)]
-    if config.companion:
-        runs = companion.plan_runs(config, started, choose_model, tokenize_input)
-    elif config.needs_dial:
-        runs = [(choose_model(argv, config, started), started)]
-    code = 0
-    for run_config, run_started in runs:
-        if config.profile:
-            profile(run_config)
-        elif config.dry_run:
-            dry_run(run_config, run_started)
-        else:
-            is_last = run_config.companion == config.companion
-            code = train(run_config, run_started, ends_process=argv is None and is_last)
-        if code:
-            break
-    return code
+    if config.needs_dial:
+        config = choose_model(argv, config, started)
+    if config.profile:
+        profile(config)
+    elif config.dry_run:
+        dry_run(config, started)
+    else:
+        return train(config, started, ends_process=argv is None)
+    return 0
 
 
 def choose_model(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
     """Choose the model for the text and this machine, or read what an earlier session chose. If the text has changed
     since, continue from the best weights on the text as it is now."""
     kept, forecast = recover_choice(requested, dial.DIAL_SOURCE)
-    if not kept:
-        return dial.choose(argv, requested, started)
+    if kept.keys() <= {"resume"}:
+        choose = companion.choose if requested.companion else dial.choose
+        return replace(choose(argv, requested, started), **kept)
     config = replace(parse_config(argv, kept, dial.DIAL_SOURCE), forecast=forecast)
+    if "companion" in kept:  # the minutes were too short for one
+        config = companion.without(config)
     growth = find_growth(config)
     if growth is None:
         return config
     init = Previous(init=Checkpoint(growth.weights))
-    data_dir = tokenize_input(replace(config, init_from=str(growth.weights)), init)
+    data_dir, _ = tokenize_input(replace(config, init_from=str(growth.weights)), init)
+    if not growth.has_changed(data_dir):  # only the dates of files
+        return config
+    if config.companion:
+        return companion.choose(argv, config, started, growth)
     return dial.choose_continuation(argv, config, growth, str(data_dir), started)
 
 
@@ -145,7 +145,7 @@ def take_steps(
         with clock.paused(), stop.abandonable():
             retry_smaller(run, prepare)  # compiles
             evaluate_before_steps(run)
-    state.elapsed_seconds, _ = agree(clock, stop, saver)
+    state.elapsed_seconds, *_ = agree(clock, stop, saver)
     clock.require_time()
     with Report(run, clock) as report, freeze_garbage():
         while not (run.is_done or stop.agreed or state.step >= max_steps):
@@ -164,8 +164,9 @@ def take_steps(
                     loss = retry_smaller(run, forward_backward)  # (), on the device, as all results
                 grad_norm = update(run, loss, lr)  # skipped if the loss or the gradient is not finite
                 clock.count_step()
-                elapsed, ending = agree(clock, stop, saver)
+                elapsed, ending, pace = agree(clock, stop, saver)
                 run.advance(elapsed, ending)
+                companion.switch_if_due(run, pace)
                 if run.hardware.device.type == "cpu" or run.due(config.log_interval):
                     require_stable(run)  # synchronizes with a GPU, so only when a report does
                 report.add_step(loss, grad_norm, lr)
@@ -174,16 +175,19 @@ def take_steps(
     return report, answers
 
 
-def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float]:
+def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float, float]:
     """Agree with the other processes, once a step, whether to stop (`stop.agreed`) and to save
-    (`saver.checkpoint_due`): if any of them wants to. Return the elapsed and the ending seconds, the
-    largest of all processes."""
+    (`saver.checkpoint_due`): if any of them wants to. Return the elapsed seconds, the ending seconds and
+    the pace, the largest of all processes."""
     wants_to_stop = stop.requested or bool(clock.max_hours_message) or saver.is_overtaken
     wants_to_save = saver.checkpoint_due or saver.minutes_passed
-    stops, saves, elapsed, ending = max_over_ranks(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
+    stops, saves, *seconds = max_over_ranks(
+        wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds, clock.pace
+    )
     stop.agreed = bool(stops)
     saver.checkpoint_due = bool(saves)
-    return elapsed, ending
+    elapsed, ending, pace = seconds
+    return elapsed, ending, pace
 
 
 class Inputs(NamedTuple):
@@ -192,6 +196,7 @@ class Inputs(NamedTuple):
     previous: Previous
     shape: ModelConfig
     data_dir: str | None  # the token folder, if one was named or made
+    companion_dir: str | None
     prompts: list[Prompt]
     base: Checkpoint | None  # the adapters' base
     lora: LoRA | None
@@ -210,22 +215,35 @@ def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitS
     prompts = plan.read_run_prompts(config)
     base = plan.find_adapter_base(config, previous)
     lora = None if base is None else config.lora(str(base.path), base.weights_sha256())
-    data_dir = tokenize_input(config, previous)
+    data_dir, companion_dir = tokenize_input(config, previous)
     if config.input:
-        print(f"Report     {Path(str(data_dir), REPORT)}: what was read from each file, and what was left out")
-    return Inputs(previous, shape, data_dir, prompts, base, lora)
+        reports = " and ".join(str(Path(folder, REPORT)) for folder in (data_dir, companion_dir) if folder)
+        print(f"Report     {reports}: what was read from each file, and what was left out")
+    return Inputs(previous, shape, data_dir, companion_dir, prompts, base, lora)
 
 
-def tokenize_input(config: Config, previous: Previous) -> str | None:
-    """Tokenize `input`, unless that was done. Return the token folder, or None if none is named.
+def tokenize_input(config: Config, previous: Previous) -> tuple[str | None, str | None]:
+    """Tokenize `companion` and `input`, unless that was done. Return the token folder, or None if none is
+    named, and that of the companion.
 
     Raises DataError if `data_dir` holds the tokens of another text, because other runs may need them.
     """
     if not config.input:
-        return config.data_dir
-    settings = plan.text_settings(config, previous)
+        return config.data_dir, None
+    companion_dir = tokenizer_file = None
+    if config.companion:
+        companion_dir = plan.find_companion_tokens(config, previous)
+        if companion_dir is None:
+            if config.forecast is None:  # else the choice of the model has checked it
+                companion.require_suitable(config)
+            other = plan.text_settings(replace(config, input=config.companion), previous, own_text=config.input)
+            tokenize_text(other, quiet=True)
+            companion_dir = other.output_dir
+        (tokens,) = find_metadata(Path(companion_dir))
+        tokenizer_file = str(TokenMetadata.read(tokens).path_beside("tokenizer_file"))
+    settings = plan.text_settings(config, previous, tokenizer_file)
     tokenize_text(settings, quiet=True, may_replace=not config.data_dir)
-    return settings.output_dir
+    return settings.output_dir, companion_dir
 
 
 def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
@@ -237,14 +255,16 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     """
     require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
-    previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: prepare_inputs(config, mirror, lock))
+    inputs = on_rank_0(lambda: prepare_inputs(config, mirror, lock))
+    previous, shape, data_dir, companion_dir, prompts, base, lora = inputs
     was_compiled = previous.saved.state.compiled if previous.saved else None
-    hardware = configure_device(config, shape, was_compiled, plan.estimate_steps(config, data_dir, shape.max_seq_len))
+    steps = plan.estimate_steps(config, companion_dir or data_dir, shape.max_seq_len)
+    hardware = configure_device(config, shape, was_compiled, steps)
     print(hardware.describe())
     if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
         return_freed_memory(hardware.device)
 
-    data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
+    data = TokenData.open(config, data_dir, shape.max_seq_len, hardware, companion_dir)
     set_attention_backend(data.layout.has_mask)
     print(data.describe() + plan.describe_repetition(data.windows, config))
     check_prompts(prompts, data)

@@ -42,6 +42,8 @@ from model_config import ModelConfig
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BEST = "best"  # the folder of the best weights
+BASE = "base"  # that of the weights before a run with a companion began with one's own text
+WITHOUT_OPTIMIZER = (BEST, BASE)
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate text
 OPTIMIZER, STATE = "optimizer.safetensors", "training_state.json"  # optional
 BYTES_PER_PARAMETER = 12  # the weight and AdamW's two moments

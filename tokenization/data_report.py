@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import DataError
 from common.output import byte_size, cell, log, plural, table_row
 from tokenization.corpus import Source
-from tokenization.dedup import NUM_EXAMPLES, Repeats
+from tokenization.dedup import NUM_EXAMPLES, Copies, Repeats
 from tokenization.documents import Piece
 from tokenization.encoding import Reader, SourceText, begins_document
 from tokenization.examine import REPEATED, Examination, Finding, read_findings
@@ -47,7 +47,7 @@ class DataReport:
         self,
         sources: Sequence[Source],
         skipped: Sequence[tuple[str, str]],
-        repeats: Repeats | None,
+        repeats: Repeats | Copies | None,
         held_out: HeldOut | None,
         copies: Mapping[tuple[Source, Source], float],
     ):
@@ -90,7 +90,8 @@ class DataReport:
         """Return (kind, text) of what a user may want to act on. `limit`: names listed per reason for leaving out
         files."""
         found = [("Words", line) for line in self.words]
-        found += [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
+        repeats = self.repeats.describe() if self.repeats else ""
+        found += [("Repeated", f"left out: {repeats}")] if repeats else []
         by_sign: dict[str, list[tuple[Finding, str]]] = defaultdict(list)
         for source in self.files:
             for finding in read_findings(source.signs):

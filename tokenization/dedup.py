@@ -1,5 +1,5 @@
 """Find and remove repeated documents, and paragraphs that occur in many documents, such as licences. Takes two passes;
-memory grows with the repeated text only."""
+memory grows with the repeated text only. From a companion, remove passages that occur twice or in one's own text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from tokenization.documents import PIECE_CHARACTERS, Piece
+from tokenization.encoding import Reader, SourceText
+from tokenization.held_out import hash_passage, join_passages, split_passages
 
 MIN_DOCUMENTS = 5  # a paragraph in this many documents is removed
 MIN_PARAGRAPH_CHARACTERS = 60  # shorter ones, such as "Chapter I", belong to the text
@@ -90,6 +92,44 @@ class Repeats:
             f"{len(self.documents):,} copies of other documents, and {self.left_out.total():,} paragraphs that occur "
             f"in {MIN_DOCUMENTS} documents or more"
         )
+
+
+class Copies:
+    """The passages of a companion that occur in it before, or in one's own text. Takes one pass; memory grows with the
+    number of passages."""
+
+    def __init__(self, read: Reader, own: Reader):
+        self.read = read
+        self.own = {hash_passage(passage.text) for passage in split_passages(own(lambda count: None))}
+        self.characters: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # beginnings of removed passages, for the report
+
+    def remove(self, on_read: Callable[[int], None]) -> Iterator[SourceText]:
+        """Yield the text without copies. A document ends before a removed passage."""
+        yield from (text for text, is_copy in join_passages(self.mark_copies(on_read)) if not is_copy)
+
+    def mark_copies(self, on_read: Callable[[int], None]) -> Iterator[tuple[SourceText, bool]]:
+        """Yield (passage, is_copy)."""
+        self.characters.clear()
+        self.left_out.clear()
+        seen: set[float] = set()
+        for passage in split_passages(self.read(on_read)):
+            digest, text = hash_passage(passage.text), passage.text
+            kind = "own" if digest in self.own else "twice" if digest in seen else "unique"
+            if len(text) < MIN_PARAGRAPH_CHARACTERS:
+                kind = "unique"
+            seen.add(digest)
+            self.characters[kind] += len(text)
+            if kind != "unique":
+                self.left_out[" ".join(text.split())[:MIN_PARAGRAPH_CHARACTERS]] += 1
+            yield passage, kind != "unique"
+
+    def describe(self) -> str:
+        total = max(1, self.characters.total())
+        kinds = {"twice": "occur twice", "own": "are in your own text"}
+        shares = {text: self.characters[kind] / total for kind, text in kinds.items()}
+        found = [f"{text} ({share:.1%})" for text, share in shares.items() if share]
+        return f"passages of this text that {' or '.join(found)}" if found else ""
 
 
 def is_long(paragraph: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,11 @@ def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
 
 SourceText = Piece | Conversation
 Reader = Callable[[Callable[[int], None]], Iterator[SourceText]]  # calls its argument with the number of bytes read
+
+
+def concatenate(*readers: Reader) -> Reader:
+    """Return a reader of the texts of several, one after the other."""
+    return lambda on_read: itertools.chain.from_iterable(read(on_read) for read in readers)
 
 
 def begins_document(text: SourceText) -> bool:

@@ -52,7 +52,9 @@ def compute_fingerprint(sources: Sequence[Source], settings: Settings, kind: str
     named_count = sum(source.is_named for source in sources)  # these are read though they have signs that are left out
     parts += [f"{named_count} named"] if named_count and len(sources) > 1 else []
     parts += sorted({source.max_bytes for source in sources} - {math.inf})
-    return digest([parts, [[str(source.path), source.size, source.modified_ns] for source in sources]])
+    own = find_files(settings.for_own_text()) if settings.own_text else []
+    parts += ["companion of", len(own)] if own else []
+    return digest([parts, [[str(source.path), source.size, source.modified_ns] for source in (*sources, *own)]])
 
 
 def work_fingerprint(fingerprint: str, settings: Settings) -> str:

@@ -56,7 +56,7 @@ class HeldOut:
             self.held.clear()
             waiting: list[SourceText] = []
             self.documents = 0
-            for piece, is_held in _join_passages(self.mark_passages(read(on_read))):
+            for piece, is_held in join_passages(self.mark_passages(read(on_read))):
                 if is_held:
                     waiting.append(piece)
                     self.documents += isinstance(piece, Conversation) or piece.ends_document
@@ -171,9 +171,9 @@ def find_passage_end(text: str, start: int, is_whole: bool) -> int:
     return end or text.rfind(" ", start + MIN_PASSAGE, limit) + 1 or find_letter_boundary(text, limit)
 
 
-def _join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
-    """Join consecutive passages of a document that are in the same split, and yield them in pieces, cut where it
-    changes no token. A document ends where the split changes."""
+def join_passages(chosen: Iterable[tuple[SourceText, bool]]) -> Iterator[tuple[SourceText, bool]]:
+    """Join consecutive passages of a document that are chosen alike, and yield them in pieces, cut where it changes no
+    token. A document ends where the choice changes. `chosen`: (passage, choice)."""
     pending: list[Piece] = []
     is_validation, length = False, 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,9 @@ class Settings:
         lt=1,
     )
     compress: bool = option(False, "output", "write a .bin.gz beside the .bin")
+    # The text that `input` is a companion of (--companion of the trainer). It counts for the vocabulary, and its
+    # passages are left out. Not a flag.
+    own_text: NonEmptyText | None = None
 
     chunk_size_mb: float = option(
         4.0, "speed", "text that a thread encodes at a time; does not change the result", gt=0
@@ -107,6 +111,12 @@ class Settings:
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def for_own_text(self) -> Settings:
+        """Return the settings with which `own_text` is read."""
+        assert self.own_text is not None
+        max_mb = self.max_mb if self.own_text.startswith(HUB) else None
+        return replace(self, input=(self.own_text,), own_text=None, max_mb=max_mb)
 
 
 FLAGS = options_of(Settings)

@@ -19,6 +19,7 @@ MAX_SUMMARY_SHARE = 0.01  # share of --minutes
 MAX_GUESSED_EVALUATION_SHARE = 0.2  # share of --minutes, until an evaluation is measured
 WRITE_BYTES_PER_SECOND = 200e6  # until the first checkpoint is written
 TICK_SECONDS = 1.0
+MIN_PACE_SECONDS = 2.0
 MIN_STANDSTILL_SECONDS = 5.0
 MAX_STANDSTILL_CPU = 0.1  # CPU time / time; a process that is only starved by others gets more
 
@@ -75,8 +76,9 @@ class Clock:
         self.evaluation_seconds: float | None = None  # the last evaluation
         self.write_seconds: float | None = None  # the last checkpoint folder
         self.steps = 0  # steps of this session
-        self.first_done = 0.0  # training_seconds after the first step
+        self.first_done = self.first_paused = 0.0  # training_seconds and paused_seconds after the first step
         self.step_seconds: float | None = None  # mean without the first step, which starts kernels and allocates memory
+        self.pace = 0.0  # as `step_seconds`, with the pauses; 0 until MIN_PACE_SECONDS are measured
 
     @property
     def elapsed(self) -> float:
@@ -147,12 +149,15 @@ class Clock:
         self.saving_seconds += self.paused_seconds - before
 
     def count_step(self) -> None:
-        """Count a step, and update `step_seconds`."""
+        """Count a step, and update `step_seconds` and `pace`."""
         self.steps += 1
         if self.steps == 1:
-            self.first_done = self.training_seconds
+            self.first_done, self.first_paused = self.training_seconds, self.paused_seconds
         else:
-            self.step_seconds = (self.training_seconds - self.first_done) / (self.steps - 1)
+            seconds, pauses = self.training_seconds - self.first_done, self.paused_seconds - self.first_paused
+            self.step_seconds = seconds / (self.steps - 1)
+            if seconds >= MIN_PACE_SECONDS:
+                self.pace = (seconds + pauses) / (self.steps - 1)
 
     @property
     def max_hours_message(self) -> str:

@@ -72,7 +72,7 @@ class DataKeys:
     companion: NonEmptyText | None = option(
         None,
         "data",
-        "a second, larger text to train on first, within --minutes",
+        "a second, larger text to train on first",
         scope="place",
     )
     data_dir: NonEmptyText | None = option(
@@ -310,8 +310,8 @@ class Config(ModelConfig, DataKeys):
                 f"--input {self.input} alone does not say how long to train. Add --minutes 60, and the model, its "
                 "vocabulary and the epochs are chosen for this text and this machine. Or name a --config"
             )
-        if self.companion and not (self.input and self.minutes):
-            problems.append("--companion also needs --input (your text) and --minutes (the time for both)")
+        if self.companion and (not self.input or self.data_dir):
+            problems.append("--companion needs --input, which names your own text, and no --data_dir")
         if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
             problems.append(f"max_mb applies only to an --input that begins with {HUB}; leave it out")
         if self.input and self.input.startswith(HUB) and not (self.max_mb or self.needs_dial):

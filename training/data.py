@@ -27,6 +27,7 @@ from tokenizer import Tokenizer
 from training.config import Config
 from training.hardware import Hardware
 
+COMPANION_KEY = "companion_sha256"  # in TokenData.fingerprint
 PADDING = 0  # the loss ignores it; every vocabulary has this id
 
 
@@ -215,7 +216,8 @@ class TokenData:
             self.tokens = self.tokens.to(device)
         stride = config.sequences_per_step if world().size > 1 else None  # other processes read the rows in between
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
-        self.windows, self.val_windows = layout.windows, layout.val_windows
+        self.val_windows = layout.val_windows
+        self.companion: TokenData | None = None  # the text that is read first
         self.fingerprint = {
             "tokens_sha256": metadata.tokens_sha256,
             "tokenizer_sha256": metadata.tokenizer_sha256,
@@ -225,8 +227,26 @@ class TokenData:
             self.fingerprint |= {"mask_sha256": metadata.mask_sha256}
 
     @classmethod
-    def open(cls, config: Config, data_dir: str | None, seq_len: int, hardware: Hardware) -> TokenData:
-        """Find, verify and load the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
+    def open(
+        cls,
+        config: Config,
+        data_dir: str | None,
+        seq_len: int,
+        hardware: Hardware,
+        companion_dir: str | None = None,
+        more_tokens: int = 0,
+    ) -> TokenData:
+        """Find, verify and load the tokens, and those of a companion. `more_tokens`: tokens to keep in the same memory.
+
+        Raises DataError for bad files, ConfigError if the context is too long.
+        """
+        if companion_dir is not None:
+            own_tokens = TokenMetadata.read(locate(config, data_dir)[-1]).total_tokens
+            companion = cls.open(config, companion_dir, seq_len, hardware, more_tokens=own_tokens)
+            data = cls.open(config, data_dir, seq_len, hardware, more_tokens=companion.metadata.total_tokens)
+            data.companion = companion
+            data.fingerprint |= {COMPANION_KEY: companion.metadata.tokens_sha256}
+            return data
         bin_path, tokenizer_path, metadata_path = locate(config, data_dir)
         metadata = TokenMetadata.read(metadata_path)
         bin_path = bin_path or metadata.path_beside("bin_file")
@@ -239,7 +259,7 @@ class TokenData:
                     f"{count:,}. Lower --max_seq_len, or tokenize more text, or use another --train_split."
                 )
         bytes_a_token = 4 if is_chat else metadata.numpy_dtype.itemsize
-        placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
+        placement = choose_placement((metadata.total_tokens + more_tokens) * bytes_a_token, config, hardware)
         if is_chat and placement == "mmap":
             if config.placement == "mmap":
                 raise ConfigError(
@@ -261,31 +281,55 @@ class TokenData:
         return self.metadata.vocab_size
 
     @property
+    def windows(self) -> int:
+        """Training windows in an epoch, which is a pass over the companion, if there is one."""
+        return self.layout.windows if self.companion is None else self.companion.windows
+
+    @property
     def gpu_bytes(self) -> int:
         """Bytes of the tokens on a GPU."""
-        return self.tokens.nbytes if self.tokens.is_cuda else 0
+        here = self.tokens.nbytes if self.tokens.is_cuda else 0
+        return here if self.companion is None else here + self.companion.gpu_bytes
 
     def describe(self) -> str:
         m = self.metadata
         place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]
-        return (
+        text = (
             f"Data       {m.total_tokens:,} tokens, vocabulary {m.vocab_size:,} ({m.tokenizer_type}), in {place}\n"
             f"Splits     {self.layout.described}"
         )
+        return text if self.companion is None else f"{text}\nCompanion  {self.companion.layout.described}"
 
-    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
+    def batch(self, sequences_seen: int, rows: int, switch: int | None = None) -> tuple[torch.Tensor, ...]:
         """Return the `rows` sequences that follow the first `sequences_seen`: inputs, targets and, for conversations,
-        the column in which each token's conversation starts. Each is (rows, T) int64."""
+        the column in which each token's conversation starts. Each is (rows, T) int64. `switch`: see `train_windows`."""
         read = self.reader.windows if self.reader else self.train_windows
-        return self.split(read(sequences_seen, rows))
+        return self.split(read(sequences_seen, rows, switch))
 
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
         """Return `rows` windows, starting with number `first`, of `of` windows spread evenly over the split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
         return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
 
-    def train_windows(self, first: int, rows: int) -> torch.Tensor:
-        """Return `rows` sequences of the shuffled stream, starting with number `first`, as `gather` does."""
+    def train_windows(self, first: int, rows: int, switch: int | None = None) -> torch.Tensor:
+        """Return `rows` sequences of the shuffled stream, starting with number `first`, as `gather` does.
+
+        With a companion, the stream is the companion's; from sequence number `switch` on, if there is one, every second
+        one comes from the own text.
+        """
+        if self.companion is None:
+            return self.train_own(first, rows)
+        own_first, own_end = (0 if switch is None else (max(0, end - switch) + 1) // 2 for end in (first, first + rows))
+        of_companion = self.companion.train_windows(first - own_first, rows - (own_end - own_first))
+        if own_first == own_end:
+            return of_companion
+        both = torch.cat([of_companion, self.train_own(own_first, own_end - own_first)])
+        after = np.arange(first, first + rows) - (switch or 0)
+        is_own = (after >= 0) & (after % 2 == 0)
+        return both[self._index(np.argsort(np.argsort(is_own, kind="stable")))]
+
+    def train_own(self, first: int, rows: int) -> torch.Tensor:
+        """As `train_windows`, without the companion."""
         layout = self.layout
         return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
 
@@ -293,10 +337,12 @@ class TokenData:
         """Return the windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
         # A view of all windows, then one indexed copy: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
-        indices = torch.from_numpy(starts)
-        if self.tokens.is_cuda:  # copied from pinned memory, so that the host does not wait
-            indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
-        return every_window[indices]
+        return every_window[self._index(starts)]
+
+    def _index(self, numbers: np.ndarray) -> torch.Tensor:
+        """Return an index on the tokens' device. A GPU copies it from pinned memory, so that the host does not wait."""
+        index = torch.from_numpy(numbers)
+        return index.pin_memory().to(self.tokens.device, non_blocking=True) if self.tokens.is_cuda else index
 
     def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split stored windows into what `batch` returns. Converted to int64 on the device, so fewer bytes are
@@ -330,20 +376,20 @@ class ReadAhead:
         self.device = data.device
         self.stride = stride  # sequences between the starts of two batches; None: the size of the batch
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
+        self.next: tuple[tuple[int, int, int | None], Future[torch.Tensor]] | None = None
 
-    def windows(self, first: int, rows: int) -> torch.Tensor:
-        """Return (rows, T + 1) on the device."""
-        expected, reading = self.next or ((0, 0), None)
-        if reading is None or expected != (first, rows):
-            reading = self.thread.submit(self.fill, first, rows)
+    def windows(self, first: int, rows: int, switch: int | None = None) -> torch.Tensor:
+        """Return (rows, T + 1) on the device. `switch`: see `TokenData.train_windows`."""
+        expected, reading = self.next or (None, None)
+        if reading is None or expected != (first, rows, switch):
+            reading = self.thread.submit(self.fill, first, rows, switch)
         windows = reading.result().to(self.device, non_blocking=self.device.type == "cuda")
         following = first + (self.stride or rows)
-        self.next = (following, rows), self.thread.submit(self.fill, following, rows)
+        self.next = (following, rows, switch), self.thread.submit(self.fill, following, rows, switch)
         return windows
 
-    def fill(self, first: int, rows: int) -> torch.Tensor:
-        windows = self.data.train_windows(first, rows)
+    def fill(self, first: int, rows: int, switch: int | None) -> torch.Tensor:
+        windows = self.data.train_windows(first, rows, switch)
         return windows.pin_memory() if self.device.type == "cuda" else windows
 
 
@@ -352,7 +398,7 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
     `first`."""
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
-    for epoch in range(epochs[0], epochs[-1] + 1):
+    for epoch in np.unique(epochs).tolist():
         phase, order = _epoch_order(seed, epoch, windows, spare, seq_len)
         in_epoch = epochs == epoch
         starts[in_epoch] = phase + order[places[in_epoch]] * seq_len

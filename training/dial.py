@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,7 +21,6 @@ from common.errors import ConfigError, MemoryExhausted
 from common.output import byte_size, duration, log, plural
 from common.script import world
 from tokenization.held_out import MAX_SHARE_FACTOR
-from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
 from training.data import MAX_GPU_TOKENS_SHARE
@@ -41,8 +39,8 @@ from training.memory import MEMORY_SHARE, PROCESS_BYTES, attempt
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
+    MAX_LAST_PART,
     OWN_PASSES,
-    OWN_START_SHARE,
     PASSES_WITHOUT_DROPOUT,
     Shape,
     choose_context,
@@ -98,11 +96,7 @@ def choose_continuation(
     argv: Sequence[str] | None, config: Config, growth: Growth, data_dir: str, started: float
 ) -> Config:
     """Choose length, step size and learning rates of a run that continues from the weights of `config` on the tokens in
-    `data_dir`, the text as it is now. Shape and vocabulary stay. Return `config` if only files' dates have changed."""
-    (now,) = map(TokenMetadata.read, find_metadata(Path(data_dir)))
-    if now.tokens_sha256 == growth.tokens_sha256:
-        return config
-    print(growth.describe(now))
+    `data_dir`, the text as it is now. Shape and vocabulary stay."""
     keys = growth.build_settings(config)
     text = measure_tokens(replace(config, data_dir=data_dir))._replace(name=str(config.input))
     dial = Dial(argv, text, parse_config(argv, keys, DIAL_SOURCE), keys=read_recipe() | keys, started=started)
@@ -133,8 +127,9 @@ class Choice(NamedTuple):
     cpu_share: float
     tokens_per_second: float
     steps: int
-    passes: float
+    passes: float  # of the text or, with a companion, of the companion
     useful_passes: int
+    own_passes: float  # of one's own text beside a companion
     seconds: float
     loss: float
     error: float  # half of the interval
@@ -162,8 +157,7 @@ class Dial:
         self.keys = keys or read_recipe()
         self.ladder: Sequence[Shape] = LADDER
         self.tokens_seen = 0  # tokens the weights were trained on before
-        self.own_text: TextStats | None = None  # the text to train on afterwards, within the same minutes
-        self.max_passes = 10**6
+        self.own_text: TextStats | None = None  # with `text` as its companion
         if requested.init_from:
             self.ladder = [Shape(requested.num_layers, requested.embed_dim, requested.max_seq_len)]
         self.started = self.machine.now() if started is None else started
@@ -192,6 +186,12 @@ class Dial:
     def candidates(self) -> list[Candidate]:
         """The shapes that still differ after the flags are applied and that fit in memory."""
         return list(self.shapes)
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens of one's own text."""
+        share = self.own_text.letters / self.text.letters if self.own_text else 1.0
+        return share * self.text.tokens
 
     def make_candidates(self) -> None:
         self.shapes = {}
@@ -404,14 +404,11 @@ class Dial:
         text, (speed, threads) = self.text, self.interpolate_times(candidate, compiles)
         before = self.machine.now() - self.started + self.tokenizing_seconds
         before += compiles * self.compile_time(candidate, speed.cpu_share)
-        own_start = OWN_START_SHARE * 60 * minutes if self.own_text else 0.0
-        seconds = max(1.0, 60 * minutes - own_start - before) * (1 - EVALUATING_SHARE)
+        seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
         letters, letters_per_byte = TRAIN_SHARE * text.letters, text.letters / text.bytes
         earlier = self.tokens_seen / text.train_tokens  # passes before this run
-        limit = max(1, min(useful_passes(candidate.block_parameters, letters) - round(earlier), self.max_passes))
-        reserved = (
-            OWN_PASSES * TRAIN_SHARE * self.own_text.letters * text.tokens / text.letters if self.own_text else 0.0
-        )
+        limit = max(1, useful_passes(candidate.block_parameters, letters) - round(earlier))
+        own_tokens = TRAIN_SHARE * self.own_tokens if self.own_text else 0.0
         without_dropout = PASSES_WITHOUT_DROPOUT * text.train_tokens
         is_timed_with_dropout = candidate.hardware.is_cuda or self.requested.is_explicit("dropout")
         dropout_slowdown = 1.0 if is_timed_with_dropout else CPU_DROPOUT_SLOWDOWN
@@ -425,10 +422,10 @@ class Dial:
             step_seconds = time_factor * speed.step_seconds(step_tokens, math.ceil(sequences / rows))
             in_time = seconds / step_seconds * step_tokens
             in_time = min(in_time, max(without_dropout, in_time / dropout_slowdown))
-            in_time -= min(reserved, in_time / 2)
-            tokens = max(1.0, min(in_time, limit * text.train_tokens))
+            of_own = min(OWN_PASSES * own_tokens, MAX_LAST_PART / 2 * in_time)
+            tokens = max(1.0, min(in_time, limit * text.train_tokens + of_own))
         step_seconds *= dropout_slowdown if tokens > without_dropout else 1.0
-        passes = tokens / text.train_tokens
+        passes = (tokens - of_own) / text.train_tokens
         loss = letters_per_byte * text.difficulty * expected_loss(candidate.block_parameters, letters, earlier + passes)
         error = letters_per_byte * expected_error(candidate.block_parameters, letters, text.difficulty_error)
         if time_factor == 1 and speed.scatter:
@@ -436,7 +433,7 @@ class Dial:
         run_seconds = before + tokens * step_seconds / step_tokens / (1 - EVALUATING_SHARE)
         return Choice(
             candidate, shape, sequences, rows, compiles, threads, speed.cpu_share, step_tokens / step_seconds,
-            int(tokens / step_tokens), passes, limit, run_seconds, loss, error,
+            int(tokens / step_tokens), passes, limit, of_own / max(1.0, own_tokens), run_seconds, loss, error,
         )  # fmt: skip
 
     def compile_time(self, candidate: Candidate, cpu_share: float = 1.0) -> float:
@@ -448,7 +445,7 @@ class Dial:
         """Return the shape with the context for a run of `tokens`."""
         shape, length = self.shapes[candidate], candidate.config.max_seq_len
         if not self.requested.is_explicit("max_seq_len"):
-            length = choose_context(shape, tokens, MIN_HELD_OUT_SHARE * self.text.tokens)
+            length = choose_context(shape, tokens, MIN_HELD_OUT_SHARE * self.own_tokens)
         return shape._replace(max_seq_len=length)
 
     def choose_step_sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
@@ -472,13 +469,13 @@ class Dial:
     def build_config(self, choice: Choice) -> Config:
         """Return the configuration of a choice; flags win."""
         batch_size = choice.sequences // self.requested.gradient_accumulation_steps
-        windows = self.text.tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
+        windows = self.own_tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
         in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.sequences / EVALUATIONS
         embed_dim, step_tokens = choice.candidate.config.embed_dim, choice.sequences * choice.shape.max_seq_len
         keys = self.build_settings(choice.shape) | choose_settings(embed_dim, step_tokens, choice.passes)
         keys |= {
             "batch_size": batch_size,
-            "epochs": max(1, min(choice.useful_passes, math.ceil(EPOCHS_MARGIN * choice.passes))),
+            "epochs": self.count_epochs(choice),
             "eval_interval": max(1, choice.steps // EVALUATIONS),
             "eval_batches": 0 if windows <= in_time else max(1, int(in_time / batch_size)),
         }
@@ -493,6 +490,14 @@ class Dial:
             keys["compile"] = "off"
         return parse_config(self.argv, keys, DIAL_SOURCE)
 
+    def count_epochs(self, choice: Choice) -> int:
+        """Return the epochs that limit a run, with room for a machine that is faster than timed. With a companion they
+        are its passes, in whose time one's own text is read, too."""
+        tokens = choice.steps * choice.sequences * choice.shape.max_seq_len
+        others = tokens / self.text.train_tokens - choice.passes if self.own_text else 0.0
+        passes = EPOCHS_MARGIN * (choice.passes + others)
+        return max(1, min(choice.useful_passes + math.ceil(others), math.ceil(passes)))
+
     def advice(self) -> str:
         """Return advice on using the minutes that are left."""
         if not self.requested.input or self.text.is_chat or self.requested.init_from:
@@ -506,8 +511,9 @@ class Dial:
             "           Other text to begin with, and a pretrained model: docs/recipes.md"
         )
 
-    def print_choice(self, choice: Choice, dropout: float) -> None:
-        """Print the text, the choice, the forecast, and the forecasts for half and twice the minutes."""
+    def print_choice(self, choice: Choice, dropout: float, alone: float | None = None) -> None:
+        """Print the text, the choice, the forecast, and the forecasts for half and twice the minutes; with a companion
+        the forecast without it, `alone`, instead."""
         shape, model, text, minutes = choice.shape, choice.candidate.config, self.text, self.requested.minutes
         why = f"the lowest forecast loss of {len(self.shapes)} sizes on this machine"
         if len(self.shapes) == 1:
@@ -522,8 +528,13 @@ class Dial:
             if is_like_measured and text.difficulty_error < MAX_KNOWN_DIFFICULTY_ERROR
             else "; a guess, as no run like it was measured"
         )
-        notes = spare = others = ""
-        if not self.own_text:
+        own = notes = spare = others = ""
+        reading = f"the text {choice.passes:.2g} times, {limit}"
+        if self.own_text:
+            own = f"Text       {self.own_text.name}: {byte_size(self.own_text.bytes)}\n"
+            reading = f"{text.name} {choice.passes:.2g} times and {self.own_text.name} {choice.own_passes:.2g} times"
+            others = f"Alone      {alone:.2f} bits per byte, without the companion\n"
+        else:
             half, double = (
                 f"{plural(length, 'minute')}: {self.find_best_within(length).loss:.2f}"
                 for length in (minutes / 2, minutes * 2)
@@ -538,16 +549,15 @@ class Dial:
             notes += f"Note       tokenizing takes {takes}. Part of the text would be enough\n"
         size = byte_size(text.bytes) if text.is_tokenized else f"about {byte_size(text.bytes)}"
         print(
-            f"Text       {text.name}: {size} of {'conversations' if text.is_chat else 'text'} in "
-            f"{plural(text.files, 'file')}, about {text.tokens:,.0f} tokens of a vocabulary of "
-            f"{text.vocab_size:,}\n"
+            f"{own}{'Companion' if own else 'Text':<10} {text.name}: {size} of "
+            f"{'conversations' if text.is_chat else 'text'} in {plural(text.files, 'file')}, about {text.tokens:,.0f} "
+            f"tokens of a vocabulary of {text.vocab_size:,}\n"
             f"Choice     {model.num_layers} layers x {model.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{notes}"
-            f"Expected   {choice.loss:.2f} bits per byte{f' on {text.name}' if self.own_text else ''} "
+            f"Expected   {choice.loss:.2f} bits per byte{f' on {self.own_text.name}' if self.own_text else ''} "
             f"({max(0.0, choice.loss - choice.error):.2f} to {choice.loss + choice.error:.2f}) after "
             f"{duration(choice.seconds)}, with about {byte_size(memory)} of memory{guess}\n"
-            f"Reading    the text {choice.passes:.2g} times, {limit}"
-            f"{f', with dropout {dropout:g}' if dropout else ''}\n"
+            f"Reading    {reading}{f', with dropout {dropout:g}' if dropout else ''}\n"
             f"{spare}"
             f"{others}",
             end="",

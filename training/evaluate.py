@@ -168,7 +168,8 @@ def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) 
         raise diverged(run, "the validation loss is not finite")
     state.elapsed_seconds, state.evaluated_step = elapsed_seconds, state.step
     is_lower = state.lowest_val_loss is None or loss < state.lowest_val_loss
-    state.worse = 0 if is_lower else state.worse + 1
+    reads_companion = run.data.companion is not None and state.switch is None
+    state.worse = 0 if is_lower or reads_companion else state.worse + 1
     if is_lower:
         state.lowest_val_loss = loss
     is_best = state.best_val_loss is None or loss < state.best_val_loss

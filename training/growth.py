@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import Checkpoint, find_problems
+from common.checkpoint import BASE, Checkpoint, find_problems
 from common.errors import ConfigError
 from common.files import read_json
 from common.script import world
@@ -39,6 +39,14 @@ class Growth:
     tokens_trained: int  # tokens the weights were trained on
     tokens_sha256: str
     then: TokenMetadata | None  # None if the tokens are gone
+
+    def has_changed(self, data_dir: str | None) -> bool:
+        """Return whether the tokens in `data_dir` are others, and print what has changed."""
+        (now,) = map(TokenMetadata.read, find_metadata(Path(str(data_dir))))
+        if now.tokens_sha256 == self.tokens_sha256:
+            return False
+        print(self.describe(now))
+        return True
 
     def build_settings(self, config: Config) -> dict[str, Any]:
         """Return the settings of the new run that do not depend on its length."""
@@ -88,16 +96,20 @@ def shape_keys(config: Config) -> dict[str, Any]:
 
 
 def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
-    """Return the best weights of a run, here or in its mirror; if all are damaged, its `newest` checkpoint."""
-    best = [*Store(config.run_dir).best_copies(), *(mirror.store.best_copies() if mirror else [])]
-    return next((path for path in best if path.exists() and not find_problems(path)), newest.path)
+    """Return the best weights of a run, here or in its mirror; if all are damaged, its `newest` checkpoint. With a
+    companion, those that have read only the companion, if they are kept."""
+    stores = [Store(config.run_dir), *([mirror.store] if mirror else [])]
+    kept = [path for store in stores for path in store.copies_of(BASE)] if config.companion else []
+    kept += [path for store in stores for path in store.best_copies()]
+    return next((path for path in kept if path.exists() and not find_problems(path)), newest.path)
 
 
 def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
     """Finish what a killed session began, and read the settings that `source` (the dial) chose for an existing run,
     here or in its mirror, and its forecast.
 
-    Returns ({}, None) if there is none, or if nothing was trained with it and the minutes have changed.
+    Returns ({}, None) if there is none, or if nothing was trained with it and the minutes have changed; only `resume`
+    if a companion was added or left out.
     """
     if config.resume == "never":
         return {}, None
@@ -114,6 +126,12 @@ def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecas
             has_other_minutes = config.sources.get("minutes") == "flag" and values.get("minutes") != config.minutes
             if has_other_minutes and not is_trained and not values.get("init_from"):
                 return {}, None  # the choice was for other minutes, and nothing was trained yet
+            if bool(values.get("companion")) != bool(config.companion) and sources.get("companion") != source:
+                print(
+                    f"Note       {config.run_dir} holds a run {'with' if values.get('companion') else 'without'} a "
+                    "companion. It will be renamed. To keep its name, press Ctrl-C and choose another --output_dir"
+                )
+                return {"resume": "never"}, None
             with contextlib.suppress(ValueError, KeyError):  # missing, or written by another version
                 forecast = build(Forecast, content["forecast"])
             chosen = {key: value for key, value in values.items() if sources.get(key) == source}

@@ -164,7 +164,8 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
 
 def count_held_bytes(data: TokenData, hardware: Hardware) -> int:
     """Return the bytes of what shares the memory: the tokens and, on a CPU, Python and torch."""
-    tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
+    texts = [text for text in (data, data.companion) if text is not None and text.placement != "mmap"]
+    tokens = sum(text.tokens.nbytes for text in texts if text.tokens.device.type == hardware.device.type)
     return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
 
 

@@ -2,6 +2,7 @@
 
     drive/book/step_00001000-1f0c9a3b/    a copy made by session 1f0c9a3b; run/ in it holds the records of the run
     drive/book/best_00000900-1f0c9a3b/    a copy of best/
+    drive/book/base-1f0c9a3b/             a copy of base/, in a run with a companion
 
 Machines that share a mirror need not know of each other: a session adds copies, which never change, and deletes only
 those older than the newest two. So a session that sleeps, wakes up or runs twice never deletes a copy that is needed.
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import BEST, make_entry, read_manifest, step_of
+from common.checkpoint import BASE, BEST, make_entry, read_manifest, step_of
 from common.errors import CheckpointError, ConfigError
 from common.files import RECORDS_FOLDER, read_json, write_json
 from common.output import duration, log
@@ -261,6 +262,8 @@ class Mirror:
         problem: OSError | None = None
         try:
             self.store.copy_best(self.source.dir / BEST)
+            if (base := self.source.path_of(BASE)).exists():
+                self.store.copy(base, BASE)
         except OSError as error:
             problem = error
         if newest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.fingerprint import choose_folder
 from tokenization.metadata import TokenMetadata, find_metadata
-from tokenization.settings import Settings
+from tokenization.settings import HUB, Settings
+from tokenization.token_folder import find_tokens
 from training.config import BUILTIN_CONVERSATIONS, Config
 from training.data import count_windows, locate
 from training.evaluate import read_prompts
@@ -82,12 +84,25 @@ def choose_shape(config: Config, previous: Previous) -> ModelConfig:
     return replace(trained, **kept, dropout=config.dropout)
 
 
-def text_settings(config: Config, previous: Previous) -> Settings:
+def resolve_text(text: str | None) -> str | None:
+    """Return the absolute path of a text, or its hub address."""
+    return text if text is None or text.startswith(HUB) else os.path.realpath(os.path.expanduser(text))
+
+
+def text_settings(
+    config: Config, previous: Previous, tokenizer_file: str | None = None, own_text: str | None = None
+) -> Settings:
     """Return the tokenizer settings for `input`. Tokens go into `data_dir`, or a folder for this state of the text. A
-    continued run keeps its tokenizer; one that starts from other weights takes theirs."""
-    settings = input_settings(config)
+    continued run keeps its tokenizer; one that starts from other weights takes theirs. Beside a companion, the own
+    text takes that one's `tokenizer_file`; for the companion, `own_text` names the own text."""
+    settings = replace(input_settings(config), own_text=own_text)
+    kept = _find_kept_tokenizer(config, previous)
+    if config.companion and not own_text:
+        tokenizer_file = tokenizer_file or kept
     if config.init_from and previous.source is not None:
-        settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
+        tokenizer_file = str(previous.source.tokenizer_path())
+    if tokenizer_file:
+        settings = replace(settings, tokenizer_file=tokenizer_file)
     else:
         settings = replace(settings, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
     folder = config.data_dir or choose_folder(settings)
@@ -96,8 +111,18 @@ def text_settings(config: Config, previous: Previous) -> Settings:
         settings,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
-        tokenizer_file=_find_kept_tokenizer(config, previous) or settings.tokenizer_file,
+        tokenizer_file=kept or settings.tokenizer_file,
     )
+
+
+def find_companion_tokens(config: Config, previous: Previous) -> str | None:
+    """Return the folder with the companion's tokens that a continued run has read; None if it is gone. So a companion
+    may get more files meanwhile."""
+    saved, companion = previous.saved, resolve_text(config.companion)
+    if saved is None or not previous.is_own or resolve_text(saved.config.get("companion")) != companion:
+        return None
+    tokens = find_tokens(str(saved.data.get("companion_sha256")))
+    return str(tokens.path.parent) if tokens is not None else None
 
 
 def _find_kept_tokenizer(config: Config, previous: Previous) -> str | None:

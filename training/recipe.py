@@ -19,10 +19,10 @@ MIN_STEPS_PER_RUN = 300  # limits the step size
 SHORT_CONTEXT, SHORT_RUN_TOKENS = 128, 7e5  # a shorter run with a longer context would have too few steps
 MIN_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
-# The run on one's own text after a companion (docs/benchmarks/companion.md)
-OWN_PASSES = 2  # more make the model forget the companion
-OWN_STEP_TOKENS, OWN_STEPS = 2048, 100  # a small text gets smaller steps, but at least 100 of them
-OWN_START_SHARE = 0.03  # share of --minutes for starting and ending the run
+# The last part of a run with a companion, in which every second sequence is from one's own text
+# (docs/benchmarks/companion.md)
+OWN_PASSES = 4  # more make the model forget the companion
+MAX_LAST_PART = 2 / 3  # share of the run
 
 
 class Shape(NamedTuple):

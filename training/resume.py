@@ -34,6 +34,7 @@ from common.script import is_rank_0, world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.config import Config, scope_of
+from training.data import COMPANION_KEY
 from training.mirror import Mirror
 from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.records import RECORDS, SUMMARY, rewind
@@ -314,6 +315,8 @@ def restore(run: Run, previous: Previous) -> TrainState:
     require_unchanged(run, checkpoint, saved)
     if previous.is_own:
         Store(run.dir).quarantine_newer(checkpoint.path)  # they are damaged, and would be found again
+    if saved.data.get(COMPANION_KEY) != run.data.fingerprint.get(COMPANION_KEY):
+        print("Note       the companion has changed; the rest of the run reads it as it is now")
     checkpoint.load_weights(run.model)
     checkpoint.load_optimizer(run.optimizer)
     if saved.scaler and run.scaler.is_enabled():
@@ -402,6 +405,8 @@ def _list_fixed(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dic
     fields = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "base": "revision"}
     values |= {f"lora_{key}": getattr(lora, field, 0) for key, field in fields.items()}
     values["optimizer"] = optimizer
+    if COMPANION_KEY in data:
+        data = data | {COMPANION_KEY: "a text"}  # it may change
     return values | {f"{key} of the data": str(value)[:16] for key, value in data.items()}
 
 

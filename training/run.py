@@ -87,6 +87,15 @@ class Run:
         return self.state.sequences_seen / epoch_sequences(self.data.windows, self.config)
 
     @property
+    def passes(self) -> float:
+        """How often the text of `input` was read."""
+        if self.data.companion is None:
+            return self.epoch
+        switch = self.state.switch
+        mixed = 0 if switch is None else self.state.sequences_seen - switch.sequences
+        return mixed / 2 / self.data.layout.windows
+
+    @property
     def took_last_step(self) -> bool:
         """Whether the run has taken its last step."""
         return progress(self.state, self.data.windows, self.config) >= 1

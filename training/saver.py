@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import (
-    BEST,
+    BASE,
     OPTIMIZER,
     STATE,
+    WITHOUT_OPTIMIZER,
     build_stored_config,
     build_weights_files,
     step_of,
@@ -131,7 +132,14 @@ class Saver:
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
         epochs_passed = bool(size) and state.sequences_seen // size > before // size
         steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
-        return steps_passed or epochs_passed or self.run.took_last_step
+        return steps_passed or epochs_passed or self.run.took_last_step or self.needs_base
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a run with a companion has just come to its own text, and its weights are not kept yet."""
+        switch = self.run.state.switch
+        is_there = switch is not None and switch.sequences == self.run.state.sequences_seen
+        return is_there and is_rank_0() and not self.store.path_of(BASE).exists()
 
     @property
     def minutes_passed(self) -> bool:
@@ -183,7 +191,8 @@ class Saver:
                 self.best = None  # the earlier ones are worse, and take memory
                 folders = self.store.best_copies()
             if self.checkpoint_due:
-                folders.append(self.store.step_path(state.step))
+                folders += [self.store.path_of(BASE)] if self.needs_base else []
+                folders.append(self.store.step_path(state.step))  # last: a resumed run would not write the others
                 run.checkpoint_step = state.step
                 self.last_saved = time.monotonic()
             best_only = not self.checkpoint_due
@@ -219,7 +228,7 @@ class Saver:
             began = time.perf_counter()
             self.store.save(snapshot, folder)
             self.clock.write_seconds = time.perf_counter() - began
-            if folder.name != BEST:
+            if folder.name not in WITHOUT_OPTIMIZER:
                 self.store.delete_older(step_of(folder))
                 if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or self.run.took_last_step:
                     self.logged_at = time.monotonic()

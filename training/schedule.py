@@ -21,18 +21,25 @@ DECAYS: dict[str, Callable[[float], float] | None] = {
     "linear": lambda decayed: 1.0 - decayed,
     "constant": None,
 }
+SWITCH_PEAK = 0.5  # the learning rate at the switch, relative to the peak (docs/benchmarks/companion.md)
 DEFAULT_TIMED_COOLDOWN = 0.6  # replaces a cooldown of 1 if `minutes` is set; the same as in the *_modern configs
 
 
 def progress(state: TrainState, windows: int, config: Config) -> float:
     """Return the progress of a run: 0 at its start, 1 or more at its end. `windows`: training windows per epoch.
 
-    The largest of the shares of steps, epochs and minutes counts. Early stopping ends a run, too.
+    The largest of the shares of steps, epochs and minutes counts. Early stopping ends a run, too, and so do the passes
+    over one's own text beside a companion.
     """
     if has_stopped_early(state, config):
         return 1.0
     last = total_steps(state, windows, config)
-    return max(1.0 if state.step >= last else state.step / last, time_progress(state, config))
+    done = max(1.0 if state.step >= last else state.step / last, time_progress(state, config))
+    if state.switch is None:
+        return done
+    before = state.switch.progress
+    passes = (state.sequences_seen - state.switch.sequences) / (state.switch.end - state.switch.sequences)
+    return max(done, before + (1 - before) * passes)
 
 
 def time_progress(state: TrainState, config: Config) -> float:
@@ -47,7 +54,12 @@ def time_progress(state: TrainState, config: Config) -> float:
 def learning_rate(state: TrainState, windows: int, config: Config) -> float:
     """Return the learning rate of the step that follows `state`: linear warmup to the peak, then one of DECAYS down to
     `min_lr` at the end. `cooldown` below 1 is the share of the run that decays; before it, the peak is held (Hägele et
-    al. 2024). With `minutes` the decay follows the clock."""
+    al. 2024). With `minutes` the decay follows the clock. From the switch of a run with a companion on, the rate decays
+    linearly from SWITCH_PEAK of the peak."""
+    if state.switch is not None:
+        before = state.switch.progress
+        decayed = (progress(state, windows, config) - before) / max(1e-9, 1 - before)
+        return config.min_lr + (1 - min(1.0, decayed)) * (SWITCH_PEAK * config.learning_rate - config.min_lr)
     step, peak = state.step, config.learning_rate
     if step < config.warmup_steps:
         peak = config.learning_rate * (step + 1) / config.warmup_steps
@@ -93,11 +105,11 @@ def total_steps(state: TrainState, windows: int, config: Config) -> int:
 
 
 def steps_left(state: TrainState, windows: int, config: Config, step_seconds: float) -> int:
-    """Return the steps left in the run, if each takes `step_seconds`."""
+    """Return the steps left in the run, if each takes `step_seconds`; 0: not known."""
     if progress(state, windows, config) >= 1:
         return 0
     left = total_steps(state, windows, config) - state.step
-    if config.minutes:
+    if config.minutes and step_seconds:
         seconds = 60 * config.minutes - state.ending_seconds - state.elapsed_seconds
         left = min(left, math.ceil(seconds / step_seconds))
     return left

@@ -23,6 +23,7 @@ Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
 Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # seeds the order of an epoch
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(strict=True, ge=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Number = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)]
 FINITE = ConfigDict(allow_inf_nan=False)
 
@@ -39,6 +40,15 @@ class Start:
 
 
 @dataclass(config=FINITE)
+class Switch:
+    """The point of a run with a companion from which on every second sequence comes from one's own text."""
+
+    sequences: Sequences  # sequences seen before it
+    end: Sequences  # sequences at which the own text has had its passes, which ends the run
+    progress: Share  # of the run, so that its last part has a schedule of its own
+
+
+@dataclass(config=FINITE)
 class TrainState:
     """The state of a training, saved in every checkpoint and the same in all processes."""
 
@@ -52,6 +62,7 @@ class TrainState:
     lowest_val_loss: Number | None = None  # up to this step; after a kill, best/ may come from a later one
     worse: Steps = 0  # evaluations in a row without a lower loss
     start: Start | None = None
+    switch: Switch | None = None  # with a companion, once it is decided
     evaluated_step: Steps = 0  # the last step that was evaluated
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # over all sessions

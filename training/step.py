@@ -34,7 +34,8 @@ def forward_backward(run: Run) -> torch.Tensor:
 def read_batch(run: Run) -> Batch:
     """Return this process's share of the next step's sequences."""
     first, count = parallel.own_rows(run.config.sequences_per_step)
-    return run.data.batch(run.state.sequences_seen + first, count)
+    switch = run.state.switch
+    return run.data.batch(run.state.sequences_seen + first, count, switch.sequences if switch else None)
 
 
 def accumulate(run: Run, batch: Batch) -> torch.Tensor:

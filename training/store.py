@@ -21,6 +21,7 @@ import safetensors
 from common.checkpoint import (
     BEST,
     OPTIMIZER,
+    WITHOUT_OPTIMIZER,
     Checkpoint,
     ManifestEntry,
     find_problems,
@@ -95,7 +96,7 @@ class Store:
 
     def path_of(self, name: str) -> Path:
         """Return the path for a checkpoint of this name."""
-        return (self.dir if name == BEST else self.steps_dir) / name
+        return (self.dir if name in WITHOUT_OPTIMIZER else self.steps_dir) / name
 
     def copies_of(self, name: str) -> list[Path]:
         """Return the paths where copies of this checkpoint may be."""
@@ -119,9 +120,9 @@ class Store:
         self.delete(replaced)
 
     def save(self, contents: dict[str, Content], target: Path) -> None:
-        """Write a checkpoint, or best weights without optimizer state. Raises CheckpointError, on a full disk for
+        """Write a checkpoint, or weights without optimizer state. Raises CheckpointError, on a full disk for
         instance."""
-        kept = {name: contents[name] for name in contents if target.name != BEST or name != OPTIMIZER}
+        kept = {name: contents[name] for name in contents if target.name not in WITHOUT_OPTIMIZER or name != OPTIMIZER}
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self.write_folder(target, lambda folder: write_files(folder, kept))

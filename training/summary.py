@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint import BASE, open_checkpoint
 from common.errors import CheckpointError, DataError
 from common.files import atomic_write
 from common.output import cell, duration, log, plural, printable, si, table_row
@@ -28,7 +28,7 @@ from generation.passages import (
     score_next_sentences,
     score_pair,
 )
-from generation.trace import TracedText, describe_share, read_training_text
+from generation.trace import TracedText, describe_share
 from tokenizer_bpe import TokenizerError
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, answer_prompts, evaluated_windows, perplexity, write_samples
@@ -46,7 +46,6 @@ from training.records import (
 from training.report import Report
 from training.run import Run
 from training.schedule import has_stopped_early, time_progress
-from training.state import read_state
 
 MIN_EVALUATIONS = 3  # fewer give no verdict
 RISEN_RATIO = 1.005  # relative to the lowest validation loss; two seeds differ by less
@@ -112,11 +111,11 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
         if state.start and state.best_val_loss >= state.start.val_loss:
             facts["Best"] += f", no better than the {state.start.val_loss:.4f} of the initial weights"
-    facts |= judge_losses(rows, evaluated, run.epoch, bool(config.companion))
+    facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion))
     if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
         facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
-    if config.companion and config.init_from:
-        facts["Companion"] = _describe_companion(run, bits)
+    if data.companion is not None:
+        facts["Companion"] = _describe_companion(run, bits, report.tokens_per_second)
     if state.start:
         in_bits = f" ({state.start.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
         facts["Before this run"] = f"validation loss {state.start.val_loss:.4f}{in_bits} of the initial weights"
@@ -124,11 +123,11 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         facts |= _score_on_passages(run, clock.find_deadline())
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
         with contextlib.suppress(DataError):  # the text may have been moved
-            training_text = TracedText(read_training_text(config.values()))
+            max_companion = MAX_TRACED_BYTES - data.metadata.text_bytes
+            training_text = TracedText.read(config.values(), data.fingerprint, max_companion)
             written = [each.text for each in samples]
-            facts["Copied"] = describe_share(
-                [span for text in written for span in training_text.find_spans(text)], written
-            )
+            share = describe_share([span for text in written for span in training_text.find_spans(text)], written)
+            facts["Copied"] = "; ".join([share, *training_text.notes])
     stopped_early = has_stopped_early(state, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
@@ -165,7 +164,7 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
     for key, value in facts.items():
         print(f"{key:<16} {value}")
     existing = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
-    existing += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
+    existing += [f"{name}/" for name in ("checkpoints", "best", BASE) if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(existing)}")
     is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
     checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
@@ -177,18 +176,20 @@ def _format_text(sample: Answer) -> str:
     return printable(f"[{sample.prompt.text}]{sample.text}")
 
 
-def _describe_companion(run: Run, bits_per_byte: float | None) -> str:
+def _describe_companion(run: Run, bits_per_byte: float | None, tokens_per_second: float | None) -> str:
     """Describe the companion: its share of the tokens, and whether it seems to have helped."""
-    config, text = run.config, str(run.config.companion)
-    with contextlib.suppress(CheckpointError):  # the base may be gone
-        base = read_state(open_checkpoint(str(config.init_from))).state
-        share = base.tokens / (base.tokens + run.state.tokens)
-        text += f": {share:.0%} of all tokens read, in {duration(base.elapsed_seconds)} before this run"
-    alone = config.forecast.alone if config.forecast else None
-    if alone and bits_per_byte:
-        helped = "to have helped" if bits_per_byte < alone else "not to have helped (compare with a run without it)"
-        text += f". Forecast without the companion: {alone:.2f} bits per byte, so it seems {helped}"
-    return text
+    config, forecast = run.config, run.config.forecast
+    share = 1 - run.passes * run.data.layout.windows / run.state.sequences_seen
+    text = f"{config.companion}: {share:.0%} of all tokens read"
+    if forecast is None or not forecast.alone or not bits_per_byte:
+        return text
+    gain = forecast.alone - bits_per_byte
+    verdict = f"it seems to have helped by {gain:.2f}"
+    if gain <= 0 and forecast.tokens_per_second > MISSED_SPEED_RATIO * (tokens_per_second or 0):
+        verdict = "training was slower than timed: only a run without it tells whether it helped"
+    elif gain <= 0:
+        verdict = "it seems not to have helped (compare with a run without it)"
+    return f"{text}. Forecast without it: {forecast.alone:.2f} bits per byte; {verdict}"
 
 
 def _describe_early_end(run: Run) -> str:
@@ -235,10 +236,10 @@ def judge_losses(
     before = evaluated[-1 - max(1, len(evaluated) // 4)]
     if last["val_loss"] > RISEN_RATIO * lowest["val_loss"]:
         meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}; use best/"
+    elif has_companion:
+        meaning = "more --minutes or a larger companion would help"
     elif last["val_loss"] < FALLEN_RATIO * before["val_loss"]:
         meaning = "still falling at the end: more time or more text would help"
-    elif has_companion:
-        meaning = "level at the end: more --minutes or a larger companion would help"
     else:
         meaning = "level at the end: more time alone would not help much; more text or a larger model might"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
@@ -256,8 +257,8 @@ def finished_message(run: Run) -> str:
     else:
         more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
     go_on = f"To continue: {more}."
-    if config.companion:
-        go_on = "With more --minutes, its base is trained further, and this run starts again from it."
+    if state.switch is not None and state.sequences_seen >= state.switch.end:
+        go_on = "Your text was read as often as is useful beside a companion."
     return (
         f"This run is finished at step {state.step:,}; see {config.run_dir / SUMMARY}. {go_on} To start over: --resume "
         "never, which renames the old run."
@@ -303,8 +304,7 @@ def _compare_with_start(run: Run, passages: list[Passage], deadline: float) -> d
     change: dict[str, Difference] = {}
     for name, chosen in parts.items():
         if not chosen:
-            if not run.config.companion:
-                facts[name] = "no passage is held out from both runs"
+            facts[name] = "no passage is held out from both runs"
             continue
         count = plural(len(chosen), "held-out passage")
         log.info(f"Scoring    {count} of the {name.lower()}, with new and initial weights ...")

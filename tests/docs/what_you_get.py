@@ -52,8 +52,8 @@ def companion_cell(specs: Specs, minutes: float) -> str:
     dial = dial_of(Pretended(specs), 1e9, minutes)
     dial.own_text = own
     choice = dial.find_best()
-    expected = forecast_own(own, companion, dial.build_config(choice), choice.passes, ratio=1.1)
-    return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {expected.loss:.2f}"
+    loss, _ = forecast_own(own, companion, choice, ratio=1.1)
+    return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {loss:.2f}"
 
 
 def companion_table() -> str:

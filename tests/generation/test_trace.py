@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.trace import MIN_SPAN_WORDS, Span, TracedText, describe_share, read_training_text
+from generation.passages import read_held_out
+from generation.trace import MIN_SPAN_WORDS, Span, TracedText, describe_share
+from tests.helpers import generated_text
+from tokenization.metadata import TokenMetadata
+from tokenize_local_bpe import tokenize
 
 WORDS = st.sampled_from(["we", "saw", "the", "whale", "don't", "मछली", "naïve", "1851"])
 
@@ -15,7 +20,7 @@ WORDS = st.sampled_from(["we", "saw", "the", "whale", "don't", "मछली", "
 def traced(folder: Path, *texts: str) -> TracedText:
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
-    return TracedText(read_training_text({"input": str(folder)}))
+    return TracedText.read({"input": str(folder)}, {})
 
 
 def longest(text: list[str], there: list[str]) -> int:
@@ -49,7 +54,7 @@ def test_the_file_and_the_line_are_named_whatever_the_line_breaks_and_the_case(t
     text = "Call me\nIshmael. Some years ago -- never mind\nhow long precisely -- having little money\n"
     training_text = traced(tmp_path, "Nothing is here.\n", text)
     (span,) = training_text.find_spans('He said: "some YEARS ago, never mind how\n  long precisely". So.')
-    assert span == Span("some YEARS ago, never mind how\n  long precisely", 8, "1.txt, line 2")
+    assert span == Span("some YEARS ago, never mind how\n  long precisely", 8, "1.txt, line 2", False)
     assert describe_share([span], ["x " * 16]).startswith("50% of its words, in runs of 8 or more")
     assert training_text.find_spans("never mind how long precisely having little") == []
 
@@ -63,3 +68,37 @@ def test_a_chinese_character_is_a_word(tmp_path: Path) -> None:
 def test_texts_without_words(tmp_path: Path) -> None:
     assert traced(tmp_path, "one two\n").find_spans("") == []
     assert traced(tmp_path, "...\n").find_spans("one two three four five six seven eight nine") == []
+
+
+def test_the_line_of_a_record_is_named(tmp_path: Path) -> None:
+    texts = ["First line.\\nSecond line.\\nThird line.", "one two three four\\nfive six seven eight nine"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    (span,) = TracedText.read({"input": str(tmp_path)}, {}).find_spans("two three four five six seven eight nine")
+    assert span.place == "a.jsonl, line 2"
+
+
+def test_the_companion_is_searched_unless_it_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("nothing is here\n")
+    (tmp_path / "other.txt").write_text("one two three four five six seven eight nine\n")
+    config = {"input": str(tmp_path / "mine.txt"), "companion": str(tmp_path / "other.txt")}
+    (span,) = TracedText.read(config, {}).find_spans("so: one two three four five six seven eight")
+    assert span.place == "other.txt, line 1"
+    large = TracedText.read(config, {}, max_companion=10)
+    assert large.find_spans("one two three four five six seven eight") == []
+    assert str(tmp_path / "other.txt") in large.notes[0]
+
+
+def test_passages_that_were_not_trained_on_are_named_and_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text(generated_text(80_000))
+    metadata = TokenMetadata.read(tokenize(["mine.txt"], quiet=True))
+    (held_out, *_), config = read_held_out(metadata), {"input": "mine.txt"}
+    training_text = TracedText.read(config, {"tokens_sha256": metadata.tokens_sha256})
+    spans = training_text.find_spans(held_out.text[:500])
+    assert spans[0].is_held_out and describe_share(spans[:1], [held_out.text]).startswith("nothing")
+    assert not training_text.notes
+    (tmp_path / "mine.txt").write_text(generated_text(90_000, seed=2))
+    (note,) = TracedText.read(config, {"tokens_sha256": metadata.tokens_sha256}).notes
+    assert "mine.txt" in note

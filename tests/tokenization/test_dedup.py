@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tokenize_local_bpe
 from tests.tokenization.test_extract import documents, report
 from tokenization.corpus import Source
-from tokenization.dedup import Repeats
+from tokenization.dedup import Copies, Repeats
 from tokenization.documents import Piece
 
 LICENCE = (
@@ -107,3 +107,13 @@ def test_a_licence_in_ten_books_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(texts) == 10 and all(text.startswith("Chapter 0") and text.endswith("THE END") for text in texts)
     assert "2 copies of other documents, and 20 paragraphs that occur in 5 documents" in report()
     assert "**Repeated** 10 times: This book is for the use of anyone" in report()
+
+
+def test_a_companion_loses_what_occurs_twice_or_in_the_own_text() -> None:
+    unique, twice, own = ("x".join(letter * 80) for letter in "abc")
+    documents = [[unique + "\n"], [twice], ["short"], ["short"], [twice], [own, " and its end"]]
+    copies = Copies(reading(documents), reading([[own + " and\nits end"]]))
+    assert joined(copies.remove(lambda count: None)) == [unique + "\n", twice, "short", "short"]
+    assert "occur twice (" in copies.describe() and "own text (" in copies.describe()
+    alone = Copies(reading(documents[:2]), reading([[own]]))
+    assert joined(alone.remove(lambda count: None)) == [unique + "\n", twice] and alone.describe() == ""

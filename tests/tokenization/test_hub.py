@@ -161,9 +161,9 @@ def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) ->
     Path("mine.txt").write_text(generated_text(20_000, seed=9))
     done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/d/data/*.txt")
     assert done.returncode == 0, done.stderr
-    config = json.loads(Path("runs/base_d/config.json").read_text())["config"]
-    assert 0 < config["max_mb"] <= 1 and config["input"] == "hf://datasets/o/d/data/*.txt"
-    assert "expected" in done.stdout and Path("runs/mine/summary.md").exists()
+    config = json.loads(Path("runs/mine/config.json").read_text())["config"]
+    assert 0 < config["max_mb"] <= 1 and config["companion"] == "hf://datasets/o/d/data/*.txt"
+    assert "Expected" in done.stdout and "Copied" in Path("runs/mine/summary.md").read_text()
     done = train(hub, "--input", "hf://datasets/o/d", "--max_mb", "0.02", "--dry_run")
     assert done.returncode == 0 and "20.0 kB of text" in done.stdout, done.stderr
 

@@ -455,9 +455,9 @@ def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> No
     data = counting_data(500, 16, 0, 100)
     asked = []
 
-    def read(first: int, rows: int) -> torch.Tensor:
+    def read(first: int, rows: int, switch: int | None) -> torch.Tensor:
         asked.append((first, rows))
-        return data.train_windows(first, rows)
+        return data.train_windows(first, rows, switch)
 
     reader = ReadAhead(reading(read), stride)
     step = stride or 4
@@ -468,7 +468,7 @@ def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> No
 
 
 def test_a_read_that_fails_is_reported_where_the_batch_is_asked_for() -> None:
-    def read(first: int, rows: int) -> torch.Tensor:
+    def read(first: int, rows: int, switch: int | None) -> torch.Tensor:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):

@@ -164,13 +164,14 @@ def test_what_compiled_code_keeps_is_what_is_counted(
 def test_tokens_in_the_same_memory_are_counted() -> None:
     def held(is_cuda: bool, place: str) -> int:
         tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
-        data = SimpleNamespace(tokens=tokens, placement=place)
+        companion = SimpleNamespace(tokens=tokens, placement=place)
+        data = SimpleNamespace(tokens=tokens, placement=place, companion=companion)
         return count_held_bytes(
             data, dataclasses.replace(with_memory(None), device=torch.device("cuda" if is_cuda else "cpu"))
         )
 
-    assert (held(True, "gpu"), held(True, "ram"), held(True, "mmap")) == (1000, 0, 0)
-    assert (held(False, "ram"), held(False, "mmap")) == (PROCESS_BYTES + 1000, PROCESS_BYTES)
+    assert (held(True, "gpu"), held(True, "ram"), held(True, "mmap")) == (2000, 0, 0)
+    assert (held(False, "ram"), held(False, "mmap")) == (PROCESS_BYTES + 2000, PROCESS_BYTES)
 
 
 # The micro-batch that fits

@@ -232,9 +232,9 @@ def hang_later() -> None:
     """Reading data hangs after some steps."""
     batch = TokenData.batch
 
-    def hanging(data: TokenData, sequences_seen: int, rows: int) -> Any:
+    def hanging(data: TokenData, sequences_seen: int, *more: Any) -> Any:
         time.sleep(1000 if sequences_seen > 80 else 0)
-        return batch(data, sequences_seen, rows)
+        return batch(data, sequences_seen, *more)
 
     TokenData.batch = hanging
     impatient()

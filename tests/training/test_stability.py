@@ -32,7 +32,7 @@ def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
         return gradient_norm(optimizer)
 
     drawn: list[int] = []
-    call_before(patch, TokenData, "batch", lambda data, sequences_seen, rows: drawn.append(sequences_seen))
+    call_before(patch, TokenData, "batch", lambda data, sequences_seen, *_: drawn.append(sequences_seen))
     patch.setattr(step_module, "gradient_norm", spoiled)
 
 
