@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import random
 import re
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,14 +201,25 @@ def test_the_same_command_finds_the_finished_run_however_the_path_is_written(hom
     assert os.listdir("runs") == os.listdir("drive") == ["mine"]
 
 
-@pytest.mark.parametrize("sign", ["Training  ", "Your text", "step 60:", "Scoring"])
+@dataclass
+class SignalAt:
+    """Called in a process, it sends the process a signal right before it logs a message that begins with `sign`."""
+
+    sign: str
+    number: signal.Signals
+
+    def __call__(self) -> None:
+        log.addFilter(self.filter)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith(self.sign):
+            os.kill(os.getpid(), self.number)
+        return True
+
+
+@pytest.mark.parametrize("sign", ["First step", "Your text", "step 60:", "Scoring"])
 def test_a_kill_changes_no_weight(by_steps: tuple[Path, str], texts: Path, sign: str) -> None:
-    process = Forked(BY_STEPS)
-    for line in process.stdout:
-        if re.match(sign, line):
-            process.kill()
-    process.wait(30)
-    assert process.returncode == -signal.SIGKILL
+    assert Forked(BY_STEPS, first=SignalAt(sign, signal.SIGKILL)).wait(60) == -signal.SIGKILL
     train(BY_STEPS)
     assert final_weights(RUN, STEPS) == final_weights(by_steps[0] / RUN, STEPS)
     assert switch_of(RUN) == switch_of(by_steps[0] / RUN)
@@ -230,11 +242,7 @@ def test_another_machine_continues_with_the_mirror_and_keeps_the_base(by_steps: 
 
 @pytest.mark.parametrize("sign", ["Your text", "Scoring"])
 def test_a_signal_ends_the_command_and_the_mirror_has_everything(texts: Path, sign: str) -> None:
-    process = Forked(BY_STEPS)
-    for line in process.stdout:
-        if line.startswith(sign):
-            process.send_signal(signal.SIGTERM)
-    code = process.wait(60)
+    code = Forked(BY_STEPS, first=SignalAt(sign, signal.SIGTERM)).wait(60)
     assert code == (130 if sign == "Your text" else 0)
     assert steps_of(RUN)[0] == steps_of(Path("drive/mine"))[0]
 
