@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 from common.script import check_flags, end, is_rank_0, process_age, writing_script
-from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
+from training.config import BUILTIN_CONVERSATIONS, ESTIMATED, Config, parse_config
 
 if __name__ == "__main__":
     check_flags(parse_config)  # before importing torch, which takes seconds: --help should not wait
@@ -25,10 +25,11 @@ if __name__ == "__main__":
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -43,24 +44,34 @@ from tokenization.token_folder import REPORT
 from tokenize_local_bpe import tokenize_text
 from training import companion, dial, inspections, plan
 from training.clock import Clock
-from training.compilation import prepare, retry_smaller
+from training.compilation import prepare
 from training.data import TokenData
 from training.evaluate import Answer, check_prompts, evaluate, evaluate_before_steps, record_evaluation
 from training.growth import find_growth, recover_choice
 from training.hardware import configure_device, freeze_garbage, set_attention_backend
-from training.memory import build_on_meta, fit_micro_batch, memory_advice, return_freed_memory, smallest_rows
+from training.memory import (
+    Attempt,
+    build_on_meta,
+    fit_micro_batch,
+    halve_rows,
+    memory_advice,
+    return_freed_memory,
+    smallest_rows,
+)
 from training.mirror import Mirror
 from training.parallel import max_over_ranks, on_rank_0, process_group
 from training.report import Report, print_start, print_stop
 from training.resume import find_previous, prepare_run_folder, recover_run, start_or_resume
 from training.run import Prompt, Run
 from training.saver import Saver
-from training.state import MAX_STEPS, Previous
+from training.state import MAX_STEPS, Fitted, Previous
 from training.step import forward_backward, require_stable, update
-from training.stop import Stop, StopRequested, signals_interrupt
+from training.stop import Abandoned, Stop, signals_interrupt
 from training.store import Store
 from training.summary import finished_message, summarize
 from training.tracker import require_tracker
+
+T = TypeVar("T")
 
 
 @writing_script(CheckpointError)
@@ -77,9 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.profile:
         profile(config)
     elif config.dry_run:
-        dry_run(config, started)
+        with process_group(config), signals_interrupt():
+            until_it_fits(dry_run, Attempt(config, started))
     else:
-        return train(config, started, ends_process=argv is None)
+        with process_group(config):
+            return until_it_fits(partial(train, ends_process=argv is None), Attempt(config, started))
     return 0
 
 
@@ -105,30 +118,39 @@ def choose_model(argv: Sequence[str] | None, requested: Config, started: float) 
     return dial.choose_continuation(argv, config, growth, str(data_dir), started)
 
 
-def train(config: Config, started: float, ends_process: bool) -> int:
-    """Train the run of `config` until it is finished or stopped. Return the exit code.
+def until_it_fits(session: Callable[[Attempt], T | Attempt], attempt: Attempt) -> T:
+    """Return what `session` returns. If memory ran out, that is how to begin again, as after a kill."""
+    while isinstance(result := session(attempt), Attempt):
+        attempt = result
+        return_freed_memory()  # all that the session has held
+    return result
 
-    `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends
-    after this call.
-    """
-    with process_group(config), contextlib.ExitStack() as stack:
-        run, previous = make_run(config, stack)
-        with run.memory_advice():
+
+def train(attempt: Attempt, ends_process: bool) -> int | Attempt:
+    """Train a run until it is finished or stopped. Return the exit code or, if memory ran out, how to
+    begin again. `ends_process`: the process ends after the training."""
+    with contextlib.ExitStack() as lock:
+        run, previous = make_run(attempt.config, attempt.rows, lock)
+        with memory_advice(run):
             has_summary = start_or_resume(run, previous)
-            clock = Clock(run, started)
+            if attempt.rows:
+                run.state.fitted = Fitted(attempt.rows, run.hardware.name)
+            clock = Clock(run, attempt.started)
             with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
                 if has_summary:
                     print(finished_message(run))  # the saver still updates the mirror
                 else:
                     prepare_run_folder(run)
                     print_start(run, clock)
-                    with contextlib.suppress(StopRequested):  # a signal has abandoned a long step or evaluation
+                    with contextlib.suppress(Abandoned):
                         report, answers = take_steps(run, clock, stop, saver)
                         if run.is_done:
                             saver.wait()
                             summarize(run, report, answers)
                             has_summary = True
-                    saver.save_unsaved_step()  # after a signal or a limit
+                    saver.save_unsaved_step()  # after a signal, a limit, or running out of memory
+            if stop.out_of_memory and not stop.requested:
+                return halve_rows(run, replace(run.config, resume="auto"), clock.elapsed)
     if has_summary:
         return INTERRUPTED if stop.requested and not ends_process else 0
     return print_stop(run, clock)
@@ -138,12 +160,12 @@ def take_steps(
     run: Run, clock: Clock, stop: Stop, saver: Saver, max_steps: int = MAX_STEPS
 ) -> tuple[Report, list[Answer]]:
     """Train to the last step, or until a signal, a limit or `max_steps`. Return the report and the
-    answers of the last evaluation. Raises StopRequested if a signal abandons a long step."""
+    answers of the last evaluation. Raises Abandoned if a signal or a lack of memory ends a step."""
     config, state = run.config, run.state
     answers: list[Answer] = []
     if not run.is_done:
         with clock.paused(), stop.abandonable():
-            retry_smaller(run, prepare)  # compiles
+            prepare(run)  # compiles
             evaluate_before_steps(run)
     state.elapsed_seconds, *_ = agree(clock, stop, saver)
     clock.require_time()
@@ -151,7 +173,7 @@ def take_steps(
         while not (run.is_done or stop.agreed or state.step >= max_steps):
             if run.evaluation_due:  # the last session may have stopped during it
                 report.announce_evaluation()
-                with clock.evaluating(), stop.abandonable(is_long=True), run.memory_advice():
+                with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
                 (elapsed,) = max_over_ranks(clock.elapsed)
                 if record_evaluation(run, evaluation, elapsed):
@@ -161,7 +183,7 @@ def take_steps(
             else:
                 lr = run.learning_rate
                 with stop.abandonable():  # safe to abandon: only gradients change
-                    loss = retry_smaller(run, forward_backward)  # (), on the device, as all results
+                    loss = forward_backward(run)  # (), on the device, as all results
                 grad_norm = update(run, loss, lr)  # skipped if the loss or the gradient is not finite
                 clock.count_step()
                 elapsed, ending, pace = agree(clock, stop, saver)
@@ -246,9 +268,10 @@ def tokenize_input(config: Config, previous: Previous) -> tuple[str | None, str 
     return settings.output_dir, companion_dir
 
 
-def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
-    """Build the run with initial weights. Nothing of the run folder is loaded yet. `lock`: lock the
-    folder until this stack is closed; None for a dry run.
+def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
+    """Build the run with initial weights. Nothing of the run folder is loaded yet. `rows`: the
+    micro-batch, if memory ran out with a larger one; `lock`: lock the folder until this stack is
+    closed; None for a dry run.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one
     sequence does not fit.
@@ -261,8 +284,8 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     steps = plan.estimate_steps(config, companion_dir or data_dir, shape.max_seq_len)
     hardware = configure_device(config, shape, was_compiled, steps)
     print(hardware.describe())
-    if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook, --companion) holds memory
-        return_freed_memory(hardware.device)
+    if hardware.is_cuda:  # garbage of an earlier run in this process (a notebook) holds memory
+        return_freed_memory()
 
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware, companion_dir)
     set_attention_backend(data.layout.has_mask)
@@ -272,50 +295,55 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
     shape = replace(shape, vocab_size=data.vocab_size)
     sizes = build_on_meta(config, shape)
     print(plan.describe_model(config, sizes, base))
-    rows, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
-    with memory_advice(config, shape, hardware, lambda: config.rows_at_once(rows)):
-        torch.manual_seed(config.seed)
-        model = TransformerLanguageModel(shape).to(hardware.device)
-        model.activation_checkpointing = config.activation_checkpointing
-        if base is not None and lora is not None:
-            base.load_weights(model)
-            add_adapters(model, lora)
-        if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
-            torch.cuda.reset_peak_memory_stats()
-        return Run(config, hardware, data, prompts, model, rows, source, mirror), previous
+    fitted = previous.saved.state.fitted if previous.saved else None
+    source = ESTIMATED
+    if rows is None:
+        rows, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes, fitted))
+    torch.manual_seed(config.seed)
+    model = TransformerLanguageModel(shape).to(hardware.device)
+    model.activation_checkpointing = config.activation_checkpointing
+    if base is not None and lora is not None:
+        base.load_weights(model)
+        add_adapters(model, lora)
+    if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
+        torch.cuda.reset_peak_memory_stats()
+    return Run(config, hardware, data, prompts, model, rows, source, mirror), previous
 
 
 def profile(config: Config) -> None:
     """--profile: print the longest operations of a step. Writes no run."""
     with process_group(config), signals_interrupt():
         run, _ = make_run(config)
-        with run.memory_advice():
+        with memory_advice(run):
             inspections.profile(run)
 
 
-def dry_run(config: Config, started: float) -> None:
+def dry_run(attempt: Attempt) -> Attempt | None:
     """--dry_run: take the next two steps in a temporary folder, save there, and print what the whole
-    run would take. Raises what would prevent the run."""
-    with process_group(config), signals_interrupt():
-        run, previous = make_run(config)
-        with run.memory_advice():
-            mirror, run.mirror = run.mirror, None
-            with inspections.temporary_folder(run):
-                start_or_resume(run, previous)
-                if run.took_last_step:
-                    print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
-                    return
-                inspections.print_needs(run, mirror)
-                run.config = replace(run.config, log_interval=1, tracker=None)
-                first_step = run.state.step
-                clock = Clock(run, started)
-                stop = Stop()
-                with Saver(run, clock, stop) as saver:
+    run would take. Return how to begin again if memory ran out. Raises what would prevent the run."""
+    run, previous = make_run(attempt.config, attempt.rows)
+    with memory_advice(run):
+        mirror, run.mirror = run.mirror, None
+        with inspections.temporary_folder(run):
+            start_or_resume(run, previous)
+            if run.took_last_step:
+                print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
+                return None
+            inspections.print_needs(run, mirror)
+            run.config = replace(run.config, log_interval=1, tracker=None)
+            first_step = run.state.step
+            clock = Clock(run, attempt.started)
+            stop = Stop()
+            with Saver(run, clock, stop) as saver:
+                with contextlib.suppress(Abandoned):
                     take_steps(run, clock, stop, saver, max_steps=first_step + inspections.DRY_RUN_STEPS)
-                    step_seconds = inspections.time_step(run, clock, first_step)
-                    saver.save_now()
-                inspections.check_results(run, first_step)
-            inspections.print_forecast(run, clock, first_step, step_seconds)
+                if stop.out_of_memory:
+                    return halve_rows(run, attempt.config, clock.elapsed)
+                step_seconds = inspections.time_step(run, clock, first_step)
+                saver.save_now()
+            inspections.check_results(run, first_step)
+        inspections.print_forecast(run, clock, first_step, step_seconds)
+    return None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from common.output import log
 from common.script import world
 from training.config import Config
 from training.hardware import Hardware
-from training.memory import clear_frames, estimate_memory, return_freed_memory
+from training.memory import estimate_memory, return_freed_memory
 from training.run import Run
 from training.step import Batch, update_keeping_gradients
 
@@ -55,7 +55,7 @@ class CapturedStep:
         graphs.warm_up(self.update_pass)
         torch._foreach_copy_(counts, before)
         run.optimizer.zero_grad(set_to_none=True)
-        return_freed_memory(run.hardware.device)  # the captures have their own pool
+        return_freed_memory()  # the captures have their own pool
 
     # Captured
 
@@ -127,9 +127,9 @@ def capture_step(run: Run) -> CapturedStep | None:
     try:
         return CapturedStep(run, GraphCapture(is_kept=True))
     except RuntimeError as error:
-        clear_frames(error)
-        run.optimizer.zero_grad(set_to_none=True)
-        run.model.train()
-        return_freed_memory(run.hardware.device)
-        log.info(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); training continues without them.")
-        return None
+        reason = str(error).splitlines()[0]
+    run.optimizer.zero_grad(set_to_none=True)
+    run.model.train()
+    return_freed_memory()
+    log.info(f"Capturing CUDA graphs failed ({reason}); training continues without them.")
+    return None

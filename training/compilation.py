@@ -1,4 +1,4 @@
-"""Compile the model for a run's micro-batches, and again with half as many rows if memory runs out."""
+"""Compile the model for a run's micro-batches."""
 
 from __future__ import annotations
 
@@ -11,67 +11,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import TypeVar
 
 import torch
 
 from common.errors import is_out_of_memory
-from common.output import log
-from common.script import world
 from model import TransformerLanguageModel
 from training.captured import capture_step
-from training.config import AUTOMATIC_SOURCES, HALVED
+from training.config import AUTOMATIC_SOURCES
 from training.hardware import Hardware
-from training.memory import (
-    EXCEPT_DROPOUT,
-    attempt,
-    estimate_micro_batch,
-    return_freed_memory,
-    smallest_rows,
-)
+from training.memory import estimate_micro_batch, smallest_rows
 from training.parallel import any_process, data_parallel, is_collective_error, no_sync
 from training.run import Run
-
-T = TypeVar("T")
-
-
-def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
-    """Compile the model for the micro-batch and return `work(run)`. If memory runs out, do both again with half the
-    rows: `work` changes only gradients, and their sum does not depend on the rows (dropout's draws do).
-
-    Raises MemoryExhausted if one sequence at a time does not fit.
-    """
-    while run.rows_at_once > 1 and world().size == 1:  # several processes cannot retry on their own
-        with attempt(run.hardware.device):
-            prepare(run)
-            return work(run)
-        halve_rows(run)
-    with run.memory_advice():
-        prepare(run)
-        return work(run)
-
-
-def prepare(run: Run) -> None:
-    """Compile the model for the run's micro-batches and capture its steps, unless that was done."""
-    if run.compiled_rows != run.rows_at_once:
-        _compile_run(run)
-        run.captured = capture_step(run)
-
-
-def halve_rows(run: Run) -> None:
-    """Halve the micro-batch after running out of memory, and free the memory of failed steps."""
-    rows, except_dropout = run.rows_at_once, EXCEPT_DROPOUT if run.config.dropout else ""
-    run.captured = None
-    run.optimizer.zero_grad(set_to_none=True)
-    if run.hardware.compiles:
-        torch.compiler.reset()  # PyTorch limits how often it compiles for another shape
-    return_freed_memory(run.hardware.device)
-    run.micro_batch_size, run.micro_batch_source = rows // 2, HALVED
-    fewer = run.rows_at_once
-    log.info(
-        f"Out of memory with {rows} sequences at once. Repeating the batch with {fewer}, as with --micro_batch_size "
-        f"{fewer}; the result is the same{except_dropout}."
-    )
 
 
 class CompiledParts(torch.nn.Module):
@@ -203,9 +153,9 @@ def cancel_compilation() -> None:
         clear_caches()
 
 
-def _compile_run(run: Run) -> None:
-    """Compile the model for the current `rows_at_once` and set `step_model`. If compiling fails in one process, all
-    train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
+def prepare(run: Run) -> None:
+    """Compile the model for the run's micro-batches, set `step_model`, and capture the steps. If compiling fails in one
+    process, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
@@ -221,8 +171,8 @@ def _compile_run(run: Run) -> None:
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
         if run.micro_batch_source in AUTOMATIC_SOURCES:
             rows, source = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
-            if rows >= run.micro_batch_size:  # halved already
+            if rows >= run.micro_batch_size:  # memory ran out with more
                 rows, source = run.micro_batch_size, run.micro_batch_source
             run.micro_batch_size, run.micro_batch_source = smallest_rows(rows, source)
-    run.compiled_rows = run.rows_at_once
     run.state.compiled = None if run.hardware.is_cuda else run.hardware.compiles
+    run.captured = capture_step(run)

@@ -33,8 +33,8 @@ BUILTIN_CONVERSATIONS = "builtin:conversations"
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 INTERNAL_FIELDS = ("name", "sources", "forecast")
-ESTIMATED, HALVED = "memory", "out of memory"  # sources of a micro-batch
-AUTOMATIC_SOURCES = ("default", ESTIMATED, HALVED)  # the user has given no value
+ESTIMATED = "memory"  # source of a micro-batch
+AUTOMATIC_SOURCES = ("default", ESTIMATED)  # the user has given no value
 MIN_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]

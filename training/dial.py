@@ -35,7 +35,7 @@ from training.hardware import (
     choose_compile,
 )
 from training.law import expected_error, expected_loss, is_measured, useful_passes
-from training.memory import MEMORY_SHARE, PROCESS_BYTES, attempt
+from training.memory import MEMORY_SHARE, PROCESS_BYTES, suppress_out_of_memory
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
@@ -238,7 +238,7 @@ class Dial:
         if TIMING_SHARE * 60 * self.requested.minutes > MIN_ANNOUNCED_SECONDS:
             at_most = duration(TIMING_SHARE * 60 * self.requested.minutes)
             log.info(f"Timing     this machine with models of several sizes, for about {at_most} at most ...")
-        self.machine.free(self.candidates[0])  # an earlier run in this process may still hold memory
+        self.machine.free()  # an earlier run in this process may still hold memory
         self.time_candidate(self.candidates[0])
         while True:
             choice = self.find_best_within(self.requested.minutes)
@@ -288,7 +288,7 @@ class Dial:
             tokens = min(tokens, share / 2 * CPU_FLOPS_PER_CORE / candidate.flops)
         seconds = min(CANDIDATE_SECONDS, share / 3 / len(self.step_times))
         for threads, timed in self.step_times.items():
-            steps = self.attempt(candidate, partial(self.measure_speed, candidate, tokens, threads, seconds))
+            steps = self.attempt(partial(self.measure_speed, candidate, tokens, threads, seconds))
             if steps is None:
                 self.shapes = {other: shape for other, shape in self.shapes.items() if other.flops < candidate.flops}
                 self.require_candidates()
@@ -326,21 +326,21 @@ class Dial:
         final = self.build_candidate(config)
         forecast = self.interpolate_times(candidate, True)[0].scaled(1 / self.compiled_share(candidate))
         self.compiled_ratios[candidate.flops] = 1.0
-        took = self.attempt(candidate, partial(self.machine.compile, final, choice.rows, CANDIDATE_SECONDS))
+        took = self.attempt(partial(self.machine.compile, final, choice.rows, CANDIDATE_SECONDS))
         if took is not None:  # None: the training will take a smaller micro-batch
             self.compile_time_ratio *= took[0] / takes
             expected = forecast._replace(update=0.0).step_seconds(choice.rows * config.max_seq_len, 1)
             self.compiled_ratios[candidate.flops] = took[1] / expected
         return True
 
-    def attempt(self, candidate: Candidate, work: Callable[[], T]) -> T | None:
+    def attempt(self, work: Callable[[], T]) -> T | None:
         """Return what `work` returns, or None if memory runs out. Free its memory."""
         try:
-            with attempt(candidate.hardware.device):
+            with suppress_out_of_memory():
                 return work()
             return None
         finally:
-            self.machine.free(candidate)
+            self.machine.free()
 
     def interpolate_times(self, candidate: Candidate, compiles: bool) -> tuple[StepTimes, int]:
         """Return a candidate's step times with the fastest number of threads, and that number. Times are interpolated

@@ -29,7 +29,7 @@ from tokenizer_bpe import UnknownCharacterError, joining_character_class
 from training import parallel
 from training.config import Config
 from training.data import TokenData
-from training.memory import attempt, with_fewer_rows
+from training.memory import suppress_out_of_memory
 from training.parallel import on_rank_0
 from training.run import Prompt, Run
 from training.state import Start
@@ -74,14 +74,13 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
     `pad_rows` gives every batch the same shape, so that torch.compile compiles the evaluation once. Processes take
     batches in turn.
     """
-    model, data, config = run.model, run.data, run.config
-    windows = windows or evaluated_windows(data, config)
+    model, data, rows = run.model, run.data, run.rows_at_once
+    windows = windows or evaluated_windows(data, run.config)
     exact = exact_device(data.device)
-
-    def losses(rows: int) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return the sum of losses over this process's windows, and the number of windows, or of unmasked tokens."""
-        total = torch.zeros((), device=exact, dtype=torch.float64)
-        counted: int | torch.Tensor = 0
+    total = torch.zeros((), device=exact, dtype=torch.float64)
+    counted: int | torch.Tensor = 0  # windows of this process, or unmasked tokens
+    model.eval()
+    try:
         for round_begins in range(0, windows, rows * world().size):
             first = round_begins + rows * world().rank
             windows_here = max(0, min(rows, windows - first))
@@ -91,12 +90,6 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
             with run.hardware.autocast():
                 total += _batch_loss(run, pad_rows(batch, rows)).to(exact).double() * count
             counted += count
-        return total, counted
-
-    model.eval()
-    try:
-        rows = run.rows_at_once  # several processes have to use the same number
-        total, counted = losses(rows) if world().size > 1 else with_fewer_rows(losses, rows, data.device)
     finally:
         model.train()
     counts = parallel.all_reduce_sum(torch.as_tensor(counted, device=data.device))
@@ -136,8 +129,9 @@ def _continue_prompts(
         ]
 
     def generate_if_it_fits() -> list[str]:
-        with attempt(model.device):
-            return with_fewer_rows(generate_texts, min(ROWS_AT_ONCE, run.rows_at_once), model.device)
+        for rows in (min(ROWS_AT_ONCE, run.rows_at_once), 1):
+            with suppress_out_of_memory():
+                return generate_texts(rows)
         log.info(
             "Warning: out of memory while generating text. Answers and samples are left out; the training goes on."
         )

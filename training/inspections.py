@@ -21,7 +21,7 @@ from common.machine import available_ram
 from common.output import byte_size, duration, si
 from common.script import is_rank_0, world
 from training.clock import Clock
-from training.compilation import retry_smaller
+from training.compilation import prepare
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
 from training.memory import count_held_bytes, estimate_memory
@@ -30,7 +30,7 @@ from training.parallel import max_over_ranks
 from training.records import read_metrics
 from training.run import Run
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
-from training.step import accumulate, forward_backward, read_batch, train_step, update
+from training.step import accumulate, read_batch, train_step, update
 from training.store import Store, dry_run_path
 
 DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
@@ -231,7 +231,8 @@ def _seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
 def profile(run: Run) -> None:
     """Profile real steps, print the longest operations and what takes most of a step. Writes no run."""
     hardware, parts = run.hardware, dict.fromkeys(("reading data", "the model", "the update"), 0.0)
-    update(run, retry_smaller(run, forward_backward), run.learning_rate)  # warm-up
+    prepare(run)
+    train_step(run)  # warm-up
     with torch.profiler.profile() as trace:
         for _ in range(PROFILED_STEPS):
             times = [time.perf_counter()]

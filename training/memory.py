@@ -7,29 +7,27 @@ import ctypes
 import gc
 import math
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
-from common.files import read_json
+from common.errors import MemoryExhausted, is_out_of_memory
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
-from common.output import byte_size
+from common.output import byte_size, log
 from common.script import world
 from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.config import ESTIMATED, HALVED, Config, is_resolved
+from training.config import ESTIMATED, Config
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, group_by_rule
 from training.parallel import max_over_ranks
-from training.records import CONFIG
-
-T = TypeVar("T")
+from training.run import Run
+from training.state import Fitted
 
 MEMORY_SHARE = 0.8  # share of all memory; tokens, kernels' workspaces and fragmentation need the rest
 EXCEPT_DROPOUT = " except for dropout's random draws"  # dropout draws per micro-batch
@@ -38,7 +36,7 @@ REPORTED_OTHERS_SHARE = 0.1  # share of all memory; if other processes hold more
 
 
 def fit_micro_batch(
-    config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
+    config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0, fitted: Fitted | None = None
 ) -> tuple[int, str]:
     """Return `micro_batch_size` and its source: as given, else what fitted before in this run on this device, else the
     batch, halved until the estimate fits beside `held` bytes of tokens. Training results do not depend on it.
@@ -47,11 +45,12 @@ def fit_micro_batch(
     """
     if config.micro_batch_size:
         return config.micro_batch_size, config.sources.get("micro_batch_size", "default")
-    if (rows := _read_previous_rows(config, model.config.max_seq_len, hardware)) is not None:
+    if fitted is not None and fitted.device == hardware.name and fitted.rows < config.rows_at_once(config.batch_size):
         print(
-            f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size overrides it)"
+            f"Memory     micro_batch_size {fitted.rows}, which fitted on this device before (--micro_batch_size "
+            "overrides it)"
         )
-        return rows, HALVED
+        return fitted.rows, ESTIMATED
     return estimate_micro_batch(config, model, hardware, held)
 
 
@@ -86,19 +85,6 @@ def smallest_rows(rows: int, source: str) -> tuple[int, str]:
     (negative,) = max_over_ranks(-rows)
     smallest = -int(negative)
     return smallest, source if smallest == rows else ESTIMATED
-
-
-def _read_previous_rows(config: Config, seq_len: int, hardware: Hardware) -> int | None:
-    """Read the micro-batch that this run was reduced to on this device; None if it was not reduced."""
-    try:
-        kept = read_json(config.run_dir / CONFIG, ConfigError)
-    except (ConfigError, OSError):
-        return None
-    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != HALVED or config.resume == "never":
-        return None
-    rows = kept["config"].get("micro_batch_size")
-    same = kept.get("device") == hardware.name and kept["config"].get("max_seq_len") == seq_len
-    return rows if same and isinstance(rows, int) and 0 < rows < config.rows_at_once(config.batch_size) else None
 
 
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
@@ -215,65 +201,66 @@ def _measure_others_memory(hardware: Hardware) -> int | None:
 
 
 @contextlib.contextmanager
-def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: Callable[[], int]) -> Iterator[None]:
-    """Turn an out-of-memory error inside into MemoryExhausted with advice. `rows`: returns the current sequences per
-    forward pass."""
+def memory_advice(run: Run) -> Iterator[None]:
+    """Turn an out-of-memory error inside into MemoryExhausted with advice."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryExhausted(describe_out_of_memory(config, shape, hardware, rows())) from error
+        raise MemoryExhausted(describe_out_of_memory(run.config, run.shape, run.hardware, run.rows_at_once)) from error
 
 
 # Recovery
 
 
-def return_freed_memory(device: torch.device) -> None:
-    """Return freed memory to the system."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
-    elif sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        if hasattr(library, "malloc_trim"):  # musl has no malloc_trim
-            library.malloc_trim(0)
+class Attempt(NamedTuple):
+    """How a session begins."""
+
+    config: Config
+    started: float  # time.perf_counter()
+    rows: int | None = None  # micro-batch, if memory ran out with a larger one
 
 
-def clear_frames(error: BaseException) -> None:
-    """Delete the local variables in the traceback of `error` and of its causes: they hold the tensors of the failed
-    step."""
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        current = waiting.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            waiting += [current.__cause__, current.__context__]
+def halve_rows(run: Run, config: Config, elapsed_seconds: float) -> Attempt:
+    """Return how to begin again after memory ran out: from what is saved, with half of the micro-batch, because the
+    sum of gradients does not depend on it (dropout's draws do). `elapsed_seconds`: of the run, which go on.
+
+    Raises MemoryExhausted if one sequence at a time does not fit.
+    """
+    rows, state = run.rows_at_once, run.state
+    if rows == 1:
+        raise MemoryExhausted(describe_out_of_memory(run.config, run.shape, run.hardware, rows))
+    if run.hardware.compiles:
+        torch.compiler.reset()  # the compiler holds on to the model
+    fewer = run.config.rows_at_once(rows // 2)
+    log.info(
+        f"Out of memory with {rows} sequences at once. Continuing from step {run.checkpoint_step:,} with {fewer}, as "
+        f"with --micro_batch_size {fewer}; the result is the same{EXCEPT_DROPOUT if run.config.dropout else ''}."
+    )
+    saved_seconds = state.elapsed_seconds if run.checkpoint_step else 0.0
+    return Attempt(config, time.perf_counter() - elapsed_seconds + saved_seconds, fewer)
 
 
 @contextlib.contextmanager
-def attempt(device: torch.device) -> Iterator[None]:
-    """Suppress an out-of-memory error inside and free its memory, so that the code after the context can try another
-    way. Code inside has to leave with `return` on success."""
+def suppress_out_of_memory() -> Iterator[None]:
+    """Suppress an out-of-memory error inside, so that the code after the context can try another way. Code inside has
+    to leave with `return` on success."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        clear_frames(error)
-    else:
-        return
-    return_freed_memory(device)
 
 
-def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
-    """Return `work(rows)`; if memory runs out, try again with half as many rows, down to one."""
-    while rows > 1:
-        with attempt(device):
-            return work(rows)
-        rows //= 2
-    return work(rows)
+def return_freed_memory() -> None:
+    """Return freed memory to the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    elif sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):  # musl has no malloc_trim
+            library.malloc_trim(0)

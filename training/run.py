@@ -18,7 +18,6 @@ from model_config import ModelConfig
 from training.config import MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware
-from training.memory import memory_advice
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import broadcast_tensors
@@ -40,8 +39,8 @@ class Prompt:
 class Run:
     """A training in one process, built by `make_run` in train_colab_mmap.py.
 
-    A step changes the weights, `optimizer`, `scaler`, `skips` and `state`. Compiling, and running out of memory, change
-    `step_model`, `micro_batch_size` and `hardware`.
+    A step changes the weights, `optimizer`, `scaler`, `skips` and `state`. Compiling sets `step_model`; where it fails,
+    it changes `hardware` and `micro_batch_size`.
     """
 
     config: Config
@@ -50,14 +49,13 @@ class Run:
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    micro_batch_source: str  # a value of Config.sources, ESTIMATED or HALVED
+    micro_batch_source: str  # a value of Config.sources, or ESTIMATED
     mirror: Mirror | None = None  # rank 0 only
 
     def __post_init__(self) -> None:
         self.optimizer: Optimizer = build_optimizer(self.model, self.config)
         self.scaler = self.hardware.grad_scaler()
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
-        self.compiled_rows = 0  # `step_model` is compiled for this micro-batch
         self.captured: Any = None  # CapturedStep of captured.py, or None
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
@@ -71,10 +69,6 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.sequences_per_step * self.shape.max_seq_len
-
-    def memory_advice(self) -> contextlib.AbstractContextManager[None]:
-        """Turn an out-of-memory error inside into MemoryExhausted with advice."""
-        return memory_advice(self.config, self.shape, self.hardware, lambda: self.rows_at_once)
 
     @property
     def rows_at_once(self) -> int:

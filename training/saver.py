@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -21,15 +20,15 @@ from common.checkpoint import (
     build_weights_files,
     step_of,
 )
-from common.errors import CheckpointError, MemoryExhausted
+from common.errors import CheckpointError
 from common.files import describe_session, json_bytes, write_json
 from common.machine import available_ram
 from common.output import log
-from common.script import is_rank_0, world
+from common.script import is_rank_0
 from common.tensors import Content, to_device
 from training.clock import Clock
 from training.config import MODEL_KEYS
-from training.memory import attempt
+from training.memory import suppress_out_of_memory
 from training.parallel import on_rank_0
 from training.records import CONFIG
 from training.run import Run
@@ -50,9 +49,8 @@ class Saver:
     """Writes checkpoints in a thread, one at a time, and lets the mirror copy them. Use it as a context manager.
     If writing fails, the next save or the end of the context raises the error.
 
-    At its end the context waits until everything is written and, for a limited time, copied. If memory ran out, it
-    first saves unsaved steps. Raises CheckpointError if a save failed, or if another session has
-    copied a newer state.
+    At its end the context waits until everything is written and, for a limited time, copied. Raises CheckpointError if
+    a save failed, or if another session has copied a newer state.
     """
 
     def __init__(self, run: Run, clock: Clock, stop: Stop):
@@ -64,7 +62,6 @@ class Saver:
         self.best_due = False  # the current weights are the best so far, and not saved yet
         self.best: Snapshot | None = None  # the best weights so far, until they are written
         self.best_written = -math.inf  # time.monotonic()
-        self.written_micro_batch_size = run.micro_batch_size
         self.logged_at = -math.inf  # time.monotonic()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.pending_write: Future[None] | None = None
@@ -90,11 +87,7 @@ class Saver:
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for what is written and copied. If an error ends the training, errors of saving are only logged."""
-        # MemoryExhausted comes only from forward and backward passes and evaluations, so the weights are intact and can
-        # be saved, except with several processes: the others would not join.
         try:
-            if isinstance(error, MemoryExhausted) and world().size == 1:
-                self.save_unsaved_step()
             self.write_best()
             self.wait()
         except CheckpointError as problem:
@@ -220,10 +213,6 @@ class Saver:
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
-        if self.run.micro_batch_size != self.written_micro_batch_size:
-            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint reports it
-                write_config(self.run, self.run.dir)
-                self.written_micro_batch_size = self.run.micro_batch_size
         for folder in folders:
             began = time.perf_counter()
             self.store.save(snapshot, folder)
@@ -244,7 +233,7 @@ class Saver:
         if free is not None and size > MAX_SNAPSHOT_SHARE * free:
             return None
         stays = best_only and hardware.is_cuda and size <= MAX_GPU_SNAPSHOT_SHARE * (hardware.memory_bytes or 0)
-        with attempt(hardware.device):
+        with suppress_out_of_memory():
             return _build_snapshot(self.run, True, hardware.device if stays else "cpu", best_only)
         return None
 

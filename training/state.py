@@ -49,6 +49,14 @@ class Switch:
 
 
 @dataclass(config=FINITE)
+class Fitted:
+    """The micro-batch that fits on a device where memory ran out with a larger one."""
+
+    rows: Annotated[int, Field(strict=True, ge=1)]
+    device: NonEmptyText
+
+
+@dataclass(config=FINITE)
 class TrainState:
     """The state of a training, saved in every checkpoint and the same in all processes."""
 
@@ -67,6 +75,7 @@ class TrainState:
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # over all sessions
     ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving
+    fitted: Fitted | None = None
     compiled: bool | None = None  # CPU only; None on a GPU and before the first step
     resumed_from: NonEmptyText | None = None  # --resume_from
     initialized_from: NonEmptyText | None = None  # SHA-256 of the initial weights

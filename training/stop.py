@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from common.errors import is_out_of_memory
 from common.script import is_rank_0, world
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
@@ -18,16 +19,16 @@ DOUBLE_SIGNAL_SECONDS = 2.0
 LONG_STEP_SECONDS = 1.0  # a longer step is abandoned, because the machine may be gone before it ends
 
 
-class StopRequested(BaseException):
-    """Raised to abandon what is under way, so that the state before it can be saved in time. A BaseException, because
-    code that handles errors, a compiler's for instance, must not catch it."""
+class Abandoned(BaseException):
+    """Raised to abandon what is under way, so that the state before it can be saved. A BaseException, because code that
+    handles errors, a compiler's for instance, must not catch it."""
 
 
 class Stop:
     """A context in which signals request a stop. The first one sets `requested`, and the loop saves and ends.
 
-    The current step is finished first. If steps are long, its `abandonable` part is abandoned instead (StopRequested,
-    which ends with the context), and the state before the step is saved. With several processes nothing is abandoned,
+    The current step is finished first. If steps are long, its `abandonable` part is abandoned instead, and the state
+    before the step is saved. With several processes nothing is abandoned,
     because the others would wait in the same step. A second signal within two seconds is ignored, because a notebook's
     stop button sends two per click. A later or third one stops at once, without saving (KeyboardInterrupt).
     """
@@ -38,6 +39,7 @@ class Stop:
         self.ends_process = ends_process
         self.requested = False
         self.agreed = False  # all processes stop after this step
+        self.out_of_memory = False  # memory ran out in an abandonable part
         self.signals = 0
         self.first_signal = 0.0
         self.message = "Stopping after this step, then saving"
@@ -69,20 +71,25 @@ class Stop:
                 if is_rank_0():
                     os.write(2, f"\n{action}. Another signal after two seconds stops at once.\n".encode())
             if abandons:
-                raise StopRequested
+                raise Abandoned
         elif self.signals > 2 or time.monotonic() - self.first_signal > DOUBLE_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def abandonable(self, is_long: bool = False) -> Iterator[None]:
-        """Let a signal abandon what happens inside, which changes nothing that is saved. `is_long`: expected to take
-        long, so a signal ends it at once. Raises StopRequested."""
+        """Let a signal, or running out of memory, abandon what happens inside, which changes nothing that is saved.
+        `is_long`: expected to take long, so a signal ends it at once. Raises Abandoned."""
         self.is_long |= is_long
         self.began = began = time.monotonic()
         try:
             if self.requested and world().size == 1:
-                raise StopRequested
+                raise Abandoned
             yield
+        except Exception as error:
+            if world().size > 1 or not is_out_of_memory(error):  # the other processes would wait in the same step
+                raise
+            self.out_of_memory = True
+            raise Abandoned from error
         finally:
             self.began = None
         self.is_long = time.monotonic() - began > LONG_STEP_SECONDS

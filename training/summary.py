@@ -32,7 +32,7 @@ from generation.trace import TracedText, describe_share
 from tokenizer_bpe import TokenizerError
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, answer_prompts, evaluated_windows, perplexity, write_samples
-from training.memory import attempt
+from training.memory import suppress_out_of_memory
 from training.records import (
     CURVE,
     METRICS,
@@ -119,7 +119,7 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
     if state.start:
         in_bits = f" ({state.start.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
         facts["Before this run"] = f"validation loss {state.start.val_loss:.4f}{in_bits} of the initial weights"
-    with attempt(run.hardware.device):
+    with suppress_out_of_memory():
         facts |= _score_on_passages(run, clock.find_deadline())
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
         with contextlib.suppress(DataError):  # the text may have been moved

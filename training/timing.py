@@ -29,7 +29,7 @@ from training.hardware import (
     gpu_compile_seconds,
     set_attention_backend,
 )
-from training.memory import build_on_meta, clear_frames, estimate_memory, return_freed_memory
+from training.memory import build_on_meta, estimate_memory, return_freed_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update_parameters
 from training.step import Batch
 
@@ -146,9 +146,9 @@ class Machine:
             torch.compiler.reset()  # the compiler holds on to the model
         return compiling, median(passes)
 
-    def free(self, candidate: Candidate) -> None:
+    def free(self) -> None:
         """Free the memory of timed models."""
-        return_freed_memory(candidate.hardware.device)
+        return_freed_memory()
 
 
 def _build_model(candidate: Candidate) -> TransformerLanguageModel:
@@ -209,9 +209,9 @@ def _time_parts(
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            clear_frames(error)
-            optimizer.zero_grad(set_to_none=True)
             captures, do_pass, do_update = False, run_pass, take_update  # the training will not record them either
+        if not captures:
+            optimizer.zero_grad(set_to_none=True)
     while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()
         do_pass()

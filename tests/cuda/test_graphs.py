@@ -10,7 +10,6 @@ import torch
 from benchmarks.workload import TimedRun
 from tests.cuda.helpers import opened, waiting_forbidden
 from tests.helpers import write_chat_tokens
-from training.compilation import halve_rows
 from training.evaluate import validation_loss
 
 pytestmark = pytest.mark.cuda
@@ -76,10 +75,3 @@ def test_an_embedding_of_many_tokens_is_recorded_uncompiled(tokens: Path) -> Non
     flags = ("--compile", "off", "--batch_size", "128", "--dropout", "0")
     expected, ours = (losses(opened(tokens, *flags, *more), 5) for more in (("--graphs", "off"), ()))
     assert ours == pytest.approx(expected, rel=2e-3)
-
-
-def test_memory_is_given_back_where_rows_are_halved(tokens: Path) -> None:
-    training = opened(tokens, "--compile", "off")
-    halve_rows(training)
-    assert training.captured is None
-    training.step()

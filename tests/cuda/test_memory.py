@@ -90,7 +90,7 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     with memory_limit(before + 7 * (peak - before) // 10):
         result = train(tmp_path / "parts", **flags)
     assert result.code == 0, result.err
-    told = re.findall(r"Out of memory with (\d+) sequences at once. Repeating the batch with (\d+)", result.out)
+    told = re.findall(r"Out of memory with (\d+) sequences at once. Continuing from step 0 with (\d+)", result.out)
     assert told and told[0] == ("64", "32"), result.out
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == [1, 2, 3, 4]
     assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
@@ -147,7 +147,7 @@ def test_memory_that_runs_out_in_the_compiler_is_free_at_the_next_attempt(
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
     result = train(tmp_path / "run", device=DEVICE, compile="on", max_steps=2, eval_interval=0)
-    assert result.code == 0 and "Repeating the batch with 2" in result.out, result
+    assert result.code == 0 and "Continuing from step 0 with 2" in result.out, result
     assert reserved[1] <= reserved[0] - size
 
 

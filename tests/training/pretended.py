@@ -137,7 +137,7 @@ class Pretended(Machine):
         layers = candidate.config.num_layers
         return round(self.specs.compiling) * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(layers)
 
-    def free(self, candidate: Candidate) -> None:
+    def free(self) -> None:
         pass
 
     def step(self, candidate: Candidate, sequences: int, rows: int, compiled: bool) -> float:

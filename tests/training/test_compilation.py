@@ -22,7 +22,7 @@ from model_config import ModelConfig
 from tests.helpers import CPU
 from training.compilation import CompiledParts, cancel_compilation, compile_model, undo_compile
 from training.records import read_metrics
-from training.stop import Stop, StopRequested
+from training.stop import Abandoned, Stop
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)
@@ -89,7 +89,7 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_again(
     busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
     with monkeypatch.context() as patch:
         patch.setattr(AsyncCompile, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        with Stop() as stop, pytest.raises(StopRequested), stop.abandonable():
+        with Stop() as stop, pytest.raises(Abandoned), stop.abandonable():
             compile_model(model, COMPILING, example())
     try:
         assert "Stopping now, " in capfd.readouterr().err

@@ -55,7 +55,7 @@ class Smaller(Pretended):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().time_steps(candidate, tokens, threads, seconds)
 
-    def free(self, candidate: Candidate) -> None:
+    def free(self) -> None:
         self.freed += 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import gc
 import json
 import re
 import sys
@@ -23,7 +22,6 @@ from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, call_before, estimated, rows_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
-from training import compilation as compilation_module
 from training import evaluate as evaluate_module
 from training import hardware as hardware_module
 from training import memory as memory_module
@@ -83,7 +81,7 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     flags = train_flags(tmp_path / "run", **LARGE)
     result = limited(LIMIT, flags)
     assert result.returncode == 0, result.stderr
-    told = re.findall(r"Out of memory with (\d+) sequences at once. Repeating the batch with (\d+)", result.stdout)
+    told = re.findall(r"Out of memory with (\d+) sequences at once. Continuing from step 0 with (\d+)", result.stdout)
     assert told and told[0][0] == "256", result.stdout
     rows = int(told[-1][1])
     assert f"--micro_batch_size {rows}" in result.stdout
@@ -150,6 +148,18 @@ def test_memory_that_runs_out_later_changes_nothing_about_the_run(
     assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 2
 
 
+def test_a_run_that_starts_over_keeps_its_new_folder(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path / "run", max_steps=6).code == 0
+    out_of_memory_once(monkeypatch, 20)
+    result = train(tmp_path / "run", resume="never")
+    assert result.code == 0 and "Continuing from step 9 with 2" in result.out
+    assert steps_of(tmp_path / "run")[0] == 24
+    others = [path for path in tmp_path.iterdir() if (path / CONFIG).exists() and path.name != "run"]
+    assert len(others) == 1 and steps_of(others[0]) == [6]
+
+
 @pytest.mark.parametrize("changed", ["device", "flag", "start over"])
 def test_the_size_that_was_found_is_for_this_device_and_this_run(
     changed: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,8 +171,7 @@ def test_the_size_that_was_found_is_for_this_device_and_this_run(
     assert "fitted on this device before" in train(run, max_steps=8).out
     flags: dict[str, Any] = {"flag": {"micro_batch_size": 4}, "start over": {"resume": "never"}}.get(changed, {})
     if changed == "device":
-        content = json.loads((run / CONFIG).read_text())
-        (run / CONFIG).write_text(json.dumps({**content, "device": "another"}))
+        monkeypatch.setattr(hardware_module, "device_name", lambda device: "another")
     result = train(run, max_steps=10, **flags)
     assert result.code == 0 and "fitted" not in result.out
 
@@ -179,8 +188,8 @@ def test_memory_that_runs_out_in_an_evaluation_costs_nothing(
 
     call_before(monkeypatch, TokenData, "validation_batch", fails_once)
     result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
-    assert result.code == 0 and "Repeating the batch" not in result.out
-    assert calls[:4] == [4, 4, 2, 2] and calls[-1] == 4
+    assert result.code == 0 and "Continuing from step 12 with 2" in result.out
+    assert calls[:4] == [4, 4, 2, 2]
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [12, 24]
 
 
@@ -201,7 +210,7 @@ def test_memory_that_runs_out_while_prompts_are_answered_costs_no_answer(
     assert train(tmp_path / "plain", **flags).code == 0
     call_before(monkeypatch, evaluate_module, "generate", fails_above_three)
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and "Repeating the batch" not in result.out
+    assert result.code == 0 and "Out of memory" not in result.out
     assert (tmp_path / "run" / "samples.md").read_bytes() == (tmp_path / "plain" / "samples.md").read_bytes()
 
 
@@ -256,8 +265,6 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
         assert each.code == 0, each.err
         assert each.out.count("torch.compile failed (no compiler found)") == each.out.count(told) == 1
         assert each.out.index("torch.compile failed") < each.out.index(told)
-    kept = json.loads((tmp_path / "run" / CONFIG).read_text())
-    assert kept["config"]["micro_batch_size"] == 32 and kept["sources"]["micro_batch_size"] == "memory"
     assert given.code == 0 and given.out.count("torch.compile failed") == 1 and told not in given.out
     straight = train(tmp_path / "straight", **flags | {"compile": "off", "use_lr_scheduler": "constant"})
     assert straight.code == 0 and told in straight.out
@@ -269,7 +276,6 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
 ) -> None:
     """The compiler raises an error of its own. Behind it is the allocator's, whose frames hold tensors."""
     held: list[weakref.ref] = []
-    order: list[str] = []
 
     def lowers() -> None:
         activations = torch.zeros(1000)
@@ -286,20 +292,19 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         raise AssertionError
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    built = list[weakref.ref]()
 
-    def returned(device: torch.device) -> None:
-        assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
-        order.append("returned")
+    def building(*_: Any, **__: Any) -> None:
+        assert all(tensor() is None for tensor in (*held, *built)), "the next model has no room yet"
 
-    call_before(monkeypatch, torch.compiler, "reset", lambda: order.append("reset"))
-    call_before(monkeypatch, compilation_module, "return_freed_memory", returned)
-    gc.disable()  # nothing but the retry itself lets go
-    try:
-        result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
-    finally:
-        gc.enable()
-    assert result.code == 0 and "Repeating the batch with 2" in result.out, result
-    assert order == ["reset", "reset", "returned", "reset"]  # each attempt to compile resets first
+    def noted(run: Run, previous: Any) -> None:
+        built.append(weakref.ref(run.model))
+
+    call_before(monkeypatch, script, "TransformerLanguageModel", building)
+    call_before(monkeypatch, script, "start_or_resume", noted)
+    result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
+    assert result.code == 0 and "Continuing from step 0 with 2" in result.out, result
+    assert len(held) == 1 and len(built) == 2
 
 
 def test_a_dry_run_gives_way_as_the_training_would(
@@ -307,7 +312,7 @@ def test_a_dry_run_gives_way_as_the_training_would(
 ) -> None:
     out_of_memory_once(monkeypatch, 1)
     result = train(tmp_path / "run", extra=("--dry_run",))
-    assert result.code == 0 and "Repeating the batch with 2" in result.out
+    assert result.code == 0 and "Continuing from step 0 with 2" in result.out
     assert not (tmp_path / "run").exists()
 
 
@@ -326,7 +331,7 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     save_at_once(monkeypatch)
     call_before(monkeypatch, Saver, "write", write)
     result = train(tmp_path / "run", eval_interval=0)
-    assert result.code == 5 and "Repeating the batch" not in result.out
+    assert result.code == 5 and "sequences at once" not in result.out
     assert steps_of(tmp_path / "run") == saved
     assert train(tmp_path / "run", eval_interval=0).code == 0
     assert steps_of(tmp_path / "run")[0] == 24
@@ -350,6 +355,7 @@ def test_memory_that_runs_out_in_an_update_saves_no_half_of_it(
 def test_memory_that_runs_out_in_an_evaluation_loses_no_step(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not even with one sequence at a time."""
 
     def fail(run: Run) -> None:
         if run.state.step == 8:
@@ -357,7 +363,8 @@ def test_memory_that_runs_out_in_an_evaluation_loses_no_step(
 
     with monkeypatch.context() as patch:
         call_before(patch, script, "evaluate", fail)
-        assert train(tmp_path / "run", eval_interval=8).code == 5
+        result = train(tmp_path / "run", eval_interval=8)
+    assert result.code == 5 and re.findall(r"step 8 with (\d)", result.out) == ["2", "1"]
     assert steps_of(tmp_path / "run") == [8, 6]
     assert train(tmp_path / "run", eval_interval=8).code == 0
 

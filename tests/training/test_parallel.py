@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import train_colab_mmap
-from common.errors import ConfigError, MemoryExhausted
+from common.errors import ConfigError
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_script, snapshot
@@ -31,8 +31,9 @@ from training import hardware, memory, optimizer, parallel
 from training.config import parse_config
 from training.data import TokenData
 from training.hardware import configure_device
-from training.memory import memory_advice
+from training.memory import describe_out_of_memory
 from training.records import read_metrics
+from training.stop import Stop
 
 Process = Forked | subprocess.Popen[str]
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -365,13 +366,13 @@ def test_flags_for_one_process_are_refused_with_several(
 def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     train_flags: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process retries alone: all would have to repeat the same batch."""
+    """No process begins again alone: the others wait for it."""
     join(monkeypatch, 3)
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     shape, hardware = config.shape(10), configure_device(config, config.shape(10))
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
-    advice = pytest.raises(MemoryExhausted, match="Add --micro_batch_size 4 to the same command")
-    with advice, memory_advice(config, shape, hardware, lambda: 8):
+    assert "Add --micro_batch_size 4 to the same command" in describe_out_of_memory(config, shape, hardware, 8)
+    with pytest.raises(MemoryError), Stop().abandonable():
         raise MemoryError
 
 
