@@ -175,9 +175,8 @@ def take_steps(
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                (elapsed,) = max_over_ranks(clock.elapsed)
-                if record_evaluation(run, evaluation, elapsed):
-                    saver.best_due = True
+                elapsed, is_too_early = max_over_ranks(clock.elapsed, saver.is_too_early)
+                saver.best_due = record_evaluation(run, evaluation, elapsed, bool(is_too_early))
                 report.add_evaluation(evaluation)
                 answers = evaluation.answers
             else:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pydantic.dataclasses
 import safetensors.torch
-import torch
 
 from common.chat import Template, template_from_dict
 from common.errors import CheckpointError
@@ -34,7 +33,7 @@ from common.lora import (
     read_lora,
     stored_weights,
 )
-from common.tensors import Content, read_safetensors, read_weights, require_shape, to_device, write_file
+from common.tensors import Content, read_safetensors, read_weights, require_shape, to_cpu, write_file
 from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -163,19 +162,17 @@ class Checkpoint:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
-def build_weights_files(
-    model: TransformerLanguageModel, device: torch.device | str = "cpu", copy: bool = False
-) -> dict[str, Content]:
-    """Return the files of the weights, with tensors on `device`: the adapters if the model has any; a tied head once.
-    With `copy`, they do not change while the training goes on."""
+def build_weights_files(model: TransformerLanguageModel, copy: bool = False) -> dict[str, Content]:
+    """Return the files of the weights: the adapters if the model has any; a tied head once. With `copy`, they do not
+    change while the training goes on."""
     lora = lora_of(model)
     if lora is not None:
-        adapters = to_device(adapters_of(model), device, copy)
+        adapters = to_cpu(adapters_of(model), copy)
         return {ADAPTERS: adapters, ADAPTER_CONFIG: json_bytes({"peft_type": "LORA", **asdict(lora)})}
     weights = model.state_dict()
     if model.config.tie_embeddings:
         del weights["head.weight"]  # the same tensor as token_embedding.weight
-    return {WEIGHTS_FILES[0]: to_device(weights, device, copy)}
+    return {WEIGHTS_FILES[0]: to_cpu(weights, copy)}
 
 
 def build_stored_config(

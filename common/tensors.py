@@ -93,11 +93,9 @@ def require_shape(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
     model.fit_weights(state)
 
 
-def to_device(
-    tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu", copy: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return the tensors on a device; with `copy`, always new ones."""
-    return {name: tensor.detach().to(device, copy=copy).contiguous() for name, tensor in tensors.items()}
+def to_cpu(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors on the CPU; with `copy`, always new ones."""
+    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 Content = bytes | dict[str, torch.Tensor]  # content of a file

@@ -13,7 +13,7 @@ from common.chat import Template
 from common.checkpoint import Checkpoint, build_stored_config, build_weights_files
 from common.files import json_bytes
 from common.lora import TARGETS, LoRA, adapters_of, add_adapters
-from common.tensors import Content, to_device
+from common.tensors import Content, to_cpu
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
@@ -56,7 +56,7 @@ def save_checkpoint(
 ) -> None:
     contents: dict[str, Content] = {
         **build_weights_files(model),
-        "optimizer.safetensors": to_device(optimizer.tensors()),
+        "optimizer.safetensors": to_cpu(optimizer.tensors()),
         "tokenizer.json": tokenizer_file,
         "config.json": json_bytes(build_stored_config(model, tokenizer_type, chat)),
         "training_state.json": json_bytes(training_state),

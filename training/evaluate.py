@@ -152,8 +152,9 @@ def write_samples(run: Run, deadline: float) -> list[Answer]:
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
-def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
-    """Record an evaluation in the state. Return whether these weights are the best so far.
+def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float, is_too_early: bool) -> bool:
+    """Record an evaluation in the state. Return whether these weights are to be saved: as the best so far, and at the
+    end even if `is_too_early`.
 
     Raises ConfigError if the training diverged, because more steps would only waste time.
     """
@@ -166,7 +167,7 @@ def record_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) 
     state.worse = 0 if is_lower or reads_companion else state.worse + 1
     if is_lower:
         state.lowest_val_loss = loss
-    is_best = state.best_val_loss is None or loss < state.best_val_loss
+    is_best = (state.best_val_loss is None or loss < state.best_val_loss) and (run.took_last_step or not is_too_early)
     if is_best:
         state.best_val_loss, state.best_step, state.best_windows = loss, state.step, evaluation.windows
     return is_best

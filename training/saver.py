@@ -13,19 +13,18 @@ import torch
 
 from common.checkpoint import (
     BASE,
+    BEST,
     OPTIMIZER,
     STATE,
-    WITHOUT_OPTIMIZER,
     build_stored_config,
     build_weights_files,
-    step_of,
 )
 from common.errors import CheckpointError
 from common.files import describe_session, json_bytes, write_json
 from common.machine import available_ram
 from common.output import log
 from common.script import is_rank_0
-from common.tensors import Content, to_device
+from common.tensors import Content, to_cpu
 from training.clock import Clock
 from training.config import MODEL_KEYS
 from training.memory import suppress_out_of_memory
@@ -41,8 +40,7 @@ from training.store import Store
 Snapshot = dict[str, Content]  # file name -> content of a checkpoint
 LOG_INTERVAL_SECONDS = 30.0
 MAX_SNAPSHOT_SHARE = 0.5  # share of the free memory
-BEST_INTERVAL_SECONDS = 30.0  # early in a run, each evaluation brings better weights
-MAX_GPU_SNAPSHOT_SHARE = 0.05  # share of the GPU's memory, until the best weights are written; larger ones wait in RAM
+LONG_WRITE_SECONDS, BEST_INTERVAL_SECONDS = 1.0, 30.0  # early in a run, each evaluation brings better weights
 
 
 class Saver:
@@ -60,8 +58,7 @@ class Saver:
         # A run from trained weights saves its first step, so that the mirror has them if the machine is lost.
         self.checkpoint_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
         self.best_due = False  # the current weights are the best so far, and not saved yet
-        self.best: Snapshot | None = None  # the best weights so far, until they are written
-        self.best_written = -math.inf  # time.monotonic()
+        self.best_saved = -math.inf  # time.monotonic()
         self.logged_at = -math.inf  # time.monotonic()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.pending_write: Future[None] | None = None
@@ -88,7 +85,6 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Wait for what is written and copied. If an error ends the training, errors of saving are only logged."""
         try:
-            self.write_best()
             self.wait()
         except CheckpointError as problem:
             if error is None:
@@ -140,7 +136,7 @@ class Saver:
         return bool(minutes) and time.monotonic() - self.last_saved >= 60 * minutes
 
     def save_if_due(self) -> None:
-        """Save a checkpoint or the best weights if they are due. After a skipped update, wait for a step or an
+        """Save a checkpoint if one is due, or better weights. After a skipped update, wait for a step or an
         evaluation with a finite loss. Raises CheckpointError if the last save failed."""
         if self.pending_write is not None and self.pending_write.done():
             self.join()
@@ -149,10 +145,12 @@ class Saver:
             require_stable(self.run)
             if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
-        is_waiting = self.best is not None and self.pending_write is None
-        if is_waiting and time.monotonic() - self.best_written >= BEST_INTERVAL_SECONDS:
-            with self.clock.saving():  # waits for the GPU
-                self.write_best()
+
+    @property
+    def is_too_early(self) -> bool:
+        """Whether better weights are not saved, because others that take long to write were saved just before."""
+        is_long = (self.clock.write_seconds or 0.0) > LONG_WRITE_SECONDS
+        return is_long and time.monotonic() - self.best_saved < BEST_INTERVAL_SECONDS
 
     def save_unsaved_step(self) -> None:
         """Save a checkpoint of this step if there is none."""
@@ -168,7 +166,7 @@ class Saver:
         self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint of this step, or keep a copy of the best weights, or both, as due. With several
+        """Begin to write a checkpoint of this step and, as due, best/ and base/, which are made from it. With several
         processes, rank 0 writes.
 
         Raises ConfigError if a weight is not finite: a good checkpoint must not be deleted for a useless one.
@@ -179,75 +177,51 @@ class Saver:
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
             state.skipped_updates = int(run.skips[0])
-            folders = []
-            if self.best_due:
-                self.best = None  # the earlier ones are worse, and take memory
-                folders = self.store.best_copies()
-            if self.checkpoint_due:
-                folders += [self.store.path_of(BASE)] if self.needs_base else []
-                folders.append(self.store.step_path(state.step))  # last: a resumed run would not write the others
-                run.checkpoint_step = state.step
+            run.checkpoint_step = state.step
+            also = [name for name, is_due in ((BEST, self.best_due), (BASE, self.needs_base)) if is_due]
+            is_copied, self.checkpoint_due, self.best_due = self.checkpoint_due, False, False
+            if also:
+                self.best_saved = time.monotonic()
+            if is_copied:
                 self.last_saved = time.monotonic()
-            best_only = not self.checkpoint_due
-            self.checkpoint_due = self.best_due = False
             if is_rank_0():
-                self.write_best()  # a checkpoint must not be newer than best/
                 self.join()
-                if (snapshot := self.take_snapshot(best_only)) is None:
-                    self.write(folders, _build_snapshot(run, copy=False))  # the training waits for it
-                elif best_only:
-                    self.best = snapshot
+                if (snapshot := self.take_snapshot()) is None:
+                    self.write(state.step, _build_snapshot(run, copy=False), also, is_copied)  # the training waits
                 else:
-                    self.pending_write = self.thread.submit(self.write, folders, snapshot)
+                    self.pending_write = self.thread.submit(self.write, state.step, snapshot, also, is_copied)
 
-    def write_best(self) -> None:
-        """Begin to write the best weights, if they are not written yet."""
-        if self.best is not None:
-            self.join()
-            best = {
-                name: content if isinstance(content, bytes) else to_device(content)
-                for name, content in self.best.items()
-            }
-            self.best, self.best_written = None, time.monotonic()
-            self.pending_write = self.thread.submit(self.write, self.store.best_copies(), best)
-
-    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
-        """Write a snapshot to each of the folders, and delete old checkpoints."""
-        for folder in folders:
-            began = time.perf_counter()
-            self.store.save(snapshot, folder)
-            self.clock.write_seconds = time.perf_counter() - began
-            if folder.name not in WITHOUT_OPTIMIZER:
-                self.store.delete_older(step_of(folder))
-                if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or self.run.took_last_step:
-                    self.logged_at = time.monotonic()
-                    log.info(f"Saved {folder}")
-        if self.run.mirror is not None and not self.run.took_last_step:  # a finished run is copied with its summary
+    def write(self, step: int, snapshot: Snapshot, also: Sequence[str], is_copied: bool) -> None:
+        """Write a checkpoint and the weights that are made from it, and delete old checkpoints."""
+        began, folder = time.perf_counter(), self.store.step_path(step)
+        self.store.save(snapshot, folder, also)
+        self.clock.write_seconds = time.perf_counter() - began
+        self.store.delete_older(step)
+        if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or self.run.took_last_step:
+            self.logged_at = time.monotonic()
+            log.info(f"Saved {folder}")
+        # A finished run is copied with its summary.
+        if self.run.mirror is not None and is_copied and not self.run.took_last_step:
             self.run.mirror.request_copy()
 
-    def take_snapshot(self, best_only: bool) -> Snapshot | None:
-        """Return a snapshot that does not change while the training goes on; None if memory is too small for one. Small
-        best weights stay on the GPU."""
-        free, hardware = available_ram(), self.run.hardware
-        size = self.run.checkpoint_bytes // (3 if best_only else 1)  # best/ has no optimizer state
-        if free is not None and size > MAX_SNAPSHOT_SHARE * free:
+    def take_snapshot(self) -> Snapshot | None:
+        """Return a snapshot that does not change while the training goes on; None if memory is too small for one."""
+        free = available_ram()
+        if free is not None and self.run.checkpoint_bytes > MAX_SNAPSHOT_SHARE * free:
             return None
-        stays = best_only and hardware.is_cuda and size <= MAX_GPU_SNAPSHOT_SHARE * (hardware.memory_bytes or 0)
         with suppress_out_of_memory():
-            return _build_snapshot(self.run, True, hardware.device if stays else "cpu", best_only)
+            return _build_snapshot(self.run, copy=True)
         return None
 
 
-def _build_snapshot(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
-    """Return the files of a checkpoint, or of the best weights, with tensors on `device`. With `copy`, they do not
-    change while the training goes on."""
+def _build_snapshot(run: Run, copy: bool) -> Snapshot:
+    """Return the files of a checkpoint. With `copy`, they do not change while the training goes on."""
     metadata = run.data.metadata
     config = build_stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
-    moments = {} if best_only else {OPTIMIZER: to_device(run.optimizer.tensors(), device, copy)}
     return {
-        **build_weights_files(run.model, device, copy),
-        **moments,
+        **build_weights_files(run.model, copy),
+        OPTIMIZER: to_cpu(run.optimizer.tensors(), copy),
         "tokenizer.json": run.data.tokenizer_file,  # verified bytes, because the file may have changed
         "config.json": json_bytes(config),
         STATE: json_bytes(saved),

@@ -119,16 +119,23 @@ class Store:
         sync_directory(target.parent)
         self.delete(replaced)
 
-    def save(self, contents: dict[str, Content], target: Path) -> None:
-        """Write a checkpoint, or weights without optimizer state. Raises CheckpointError, on a full disk for
-        instance."""
-        kept = {name: contents[name] for name in contents if target.name not in WITHOUT_OPTIMIZER or name != OPTIMIZER}
+    def save(self, contents: dict[str, Content], target: Path, also: Sequence[str] = ()) -> None:
+        """Write a checkpoint and, before it has its name, the folders `also` (BEST, BASE) of its weights: a resumed run
+        would not write them. Raises CheckpointError, on a full disk for instance."""
+
+        def fill(folder: Path) -> None:
+            write_files(folder, contents)
+            for name in also:
+                self.write_folder(self.path_of(name), lambda weights: link_weights(folder, weights))
+
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.write_folder(target, lambda folder: write_files(folder, kept))
+            self.write_folder(target, fill)
         except (OSError, safetensors.SafetensorError) as problem:
             is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            tensors = [tensor for content in kept.values() if isinstance(content, dict) for tensor in content.values()]
+            tensors = [
+                tensor for content in contents.values() if isinstance(content, dict) for tensor in content.values()
+            ]
             size = sum(tensor.nbytes for tensor in tensors) / 1e6
             remedy = f"Free some space (a checkpoint takes about {size:,.0f} MB)" if is_full else "Fix that"
             raise CheckpointError(
@@ -343,6 +350,20 @@ def _put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
 def _is_leftover(name: str) -> bool:
     """Return whether a name is that of an unfinished record, left by a killed `atomic_write`."""
     return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, RUN_MARKER))
+
+
+def link_weights(checkpoint: Path, target: Path) -> None:
+    """Put the files of a checkpoint into a folder, without the optimizer state. They are the same files, or copies on a
+    disk without hard links."""
+    files = {name: entry for name, entry in read_manifest(checkpoint).items() if name != OPTIMIZER}
+    try:
+        for name in files:
+            os.link(checkpoint / name, target / name)
+    except OSError:
+        for name in files:
+            (target / name).unlink(missing_ok=True)
+        copy_files((checkpoint / name for name in files), target)
+    write_manifest(target, files)
 
 
 def copy_files(paths: Iterable[Path], target: Path) -> None:

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from common.files import sha256_file
-from common.tensors import to_device, write_file
+from common.tensors import to_cpu, write_file
 
 
 def test_a_file_of_tensors_is_the_librarys_with_its_hash(tmp_path: Path) -> None:
@@ -20,6 +20,6 @@ def test_a_file_of_tensors_is_the_librarys_with_its_hash(tmp_path: Path) -> None
 
 def test_a_copy_on_the_host_does_not_change_with_the_original() -> None:
     tensors = {"step": torch.tensor(1.0)}
-    copied, shared = to_device(tensors, copy=True), to_device(tensors, copy=False)
+    copied, shared = to_cpu(tensors, copy=True), to_cpu(tensors, copy=False)
     tensors["step"] += 1
     assert (copied["step"].item(), shared["step"].item()) == (1.0, 2.0)

@@ -44,7 +44,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished: tuple[Path, Any]) -> N
         "best", "checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "samples.jsonl", "samples.md",
         "summary.md",
     ]  # fmt: skip
-    assert sorted(os.listdir(run / "checkpoints")) == ["step_00000030", "step_00000060"]
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_00000040", "step_00000060"]
     assert (run / "loss_curve.png").read_bytes().startswith(PNG)
     for folder in (run / "best", run / "checkpoints" / "step_00000060"):
         files = {"config.json", "manifest.json", "model.safetensors", "tokenizer.json", "training_state.json"}

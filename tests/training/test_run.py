@@ -455,7 +455,7 @@ def test_a_finished_run_says_so_and_names_ways_on_that_work(train: Callable, cop
 def test_more_epochs_continue_a_finished_run(train: Callable, short_token_folder: Path, tmp_path: Path) -> None:
     flags = {"data_dir": short_token_folder, "max_steps": None, "checkpoint_steps": 0}
     assert train(tmp_path / "run", epochs=1, **flags).code == 0
-    (first,) = steps_of(tmp_path / "run")
+    first, *_ = steps_of(tmp_path / "run")
     advised = re.findall(r"--epochs (\d+)", train(tmp_path / "run", epochs=1, **flags).out)
     assert advised == ["2"]
     result = train(tmp_path / "run", epochs=2, **flags)
