@@ -253,13 +253,11 @@ def tokenize_input(config: Config, previous: Previous) -> tuple[str | None, str 
         return config.data_dir, None
     companion_dir = tokenizer_file = None
     if config.companion:
-        companion_dir = plan.find_companion_tokens(config, previous)
-        if companion_dir is None:
-            if config.forecast is None:  # else the choice of the model has checked it
-                companion.require_suitable(config)
-            other = plan.text_settings(replace(config, input=config.companion), previous, own_text=config.input)
-            tokenize_text(other, quiet=True)
-            companion_dir = other.output_dir
+        if config.forecast is None and previous.saved is None:  # else it was checked before
+            companion.require_suitable(config)
+        other = plan.text_settings(replace(config, input=config.companion), previous, own_text=config.input)
+        tokenize_text(other, quiet=True)
+        companion_dir = other.output_dir
         (tokens,) = find_metadata(Path(companion_dir))
         tokenizer_file = str(TokenMetadata.read(tokens).path_beside("tokenizer_file"))
     settings = plan.text_settings(config, previous, tokenizer_file)

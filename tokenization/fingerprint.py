@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -40,7 +41,8 @@ def choose_folder(settings: Settings) -> str:
 
 
 def compute_fingerprint(sources: Sequence[Source], settings: Settings, kind: str) -> str:
-    """Return a hash of everything the tokens depend on: the files as they are now, and the settings."""
+    """Return a hash of everything the tokens depend on: the content of the files, and the settings. So a text that was
+    copied or moved is not tokenized again."""
     parts = [FORMAT_VERSION, kind, settings.train_split, settings.text_key, settings.document_separator]
     if settings.format == "chat":
         parts += ["chat", ChatTemplate().to_dict()]
@@ -54,7 +56,18 @@ def compute_fingerprint(sources: Sequence[Source], settings: Settings, kind: str
     parts += sorted({source.max_bytes for source in sources} - {math.inf})
     own = find_files(settings.for_own_text()) if settings.own_text else []
     parts += ["companion of", len(own)] if own else []
-    return digest([parts, [[str(source.path), source.size, source.modified_ns] for source in (*sources, *own)]])
+    return digest([parts, [_hash_file(source.path, source.size, source.modified_ns) for source in (*sources, *own)]])
+
+
+@functools.cache
+def _hash_file(path: Path, size: int, modified_ns: int) -> str:
+    """Return a hash of a file's content and suffix, which decides how it is read; of a folder or a file that cannot be
+    read, one of its size and date."""
+    try:
+        content = sha256_file(path)
+    except OSError:
+        content = f"{path} {size} {modified_ns}"
+    return f"{path.suffix} {content}"
 
 
 def work_fingerprint(fingerprint: str, settings: Settings) -> str:

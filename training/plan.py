@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.fingerprint import choose_folder
 from tokenization.metadata import TokenMetadata, find_metadata
-from tokenization.settings import HUB, Settings
-from tokenization.token_folder import find_tokens
+from tokenization.settings import Settings
 from training.config import BUILTIN_CONVERSATIONS, Config
 from training.data import count_windows, locate
 from training.evaluate import read_prompts
@@ -84,11 +82,6 @@ def choose_shape(config: Config, previous: Previous) -> ModelConfig:
     return replace(trained, **kept, dropout=config.dropout)
 
 
-def resolve_text(text: str | None) -> str | None:
-    """Return the absolute path of a text, or its hub address."""
-    return text if text is None or text.startswith(HUB) else os.path.realpath(os.path.expanduser(text))
-
-
 def text_settings(
     config: Config, previous: Previous, tokenizer_file: str | None = None, own_text: str | None = None
 ) -> Settings:
@@ -113,16 +106,6 @@ def text_settings(
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
         tokenizer_file=kept or settings.tokenizer_file,
     )
-
-
-def find_companion_tokens(config: Config, previous: Previous) -> str | None:
-    """Return the folder with the companion's tokens that a continued run has read; None if it is gone. So a companion
-    may get more files meanwhile."""
-    saved, companion = previous.saved, resolve_text(config.companion)
-    if saved is None or not previous.is_own or resolve_text(saved.config.get("companion")) != companion:
-        return None
-    tokens = find_tokens(str(saved.data.get("companion_sha256")))
-    return str(tokens.path.parent) if tokens is not None else None
 
 
 def _find_kept_tokenizer(config: Config, previous: Previous) -> str | None:

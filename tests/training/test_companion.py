@@ -270,13 +270,16 @@ def test_the_base_is_kept_once_and_starts_another_run(home: Path) -> None:
 # What may change
 
 
-def test_a_companion_with_other_files_is_read_from_then_on(texts: Path) -> None:
+def test_a_companion_with_other_files_is_read_from_then_on(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(BY_STEPS, "--max_steps", "30")
     for path in Path("books").iterdir():
         path.touch()
+    shutil.copytree(texts, moved := texts.parent / "moved")
+    monkeypatch.chdir(moved)
+    folders = sorted(Path("datasets_cache").iterdir())
     assert "has changed" not in train(BY_STEPS, "--max_steps", "30")
-    shutil.rmtree("datasets_cache")
-    write_book(texts / "books" / "three.txt", WORDS, seed=7)
+    assert sorted(Path("datasets_cache").iterdir()) == folders, "the text was tokenized again"
+    write_book(moved / "books" / "three.txt", WORDS, seed=7)
     assert "the companion has changed" in train(BY_STEPS, "--max_steps", "60")
 
 
