@@ -43,11 +43,12 @@ from tokenization.metadata import TokenMetadata, find_metadata
 from tokenization.token_folder import REPORT
 from tokenize_local_bpe import tokenize_text
 from training import companion, dial, inspections, plan
+from training.choice import CHOSEN, read_choice
 from training.clock import Clock
 from training.compilation import prepare
 from training.data import TokenData
 from training.evaluate import Answer, check_prompts, evaluate, evaluate_before_steps, record_evaluation
-from training.growth import find_growth, recover_choice
+from training.growth import find_growth
 from training.hardware import configure_device, freeze_garbage, set_attention_backend
 from training.memory import (
     Attempt,
@@ -99,12 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def choose_model(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
     """Choose the model for the text and this machine, or read what an earlier session chose. If the text has changed
     since, continue from the best weights on the text as it is now."""
-    kept, forecast = recover_choice(requested, dial.DIAL_SOURCE)
-    if kept.keys() <= {"resume"}:
+    chosen = read_choice(requested)
+    resume = requested.resume
+    if chosen is not None and companion.was_added_or_left_out(chosen, requested):
+        chosen, resume = None, "never"
+    if chosen is None:
         choose = companion.choose if requested.companion else dial.choose
-        return replace(choose(argv, requested, started), **kept)
-    config = replace(parse_config(argv, kept, dial.DIAL_SOURCE), forecast=forecast)
-    if "companion" in kept:  # the minutes were too short for one
+        return replace(choose(argv, requested, started), resume=resume)
+    config = replace(parse_config(argv, chosen.settings, CHOSEN), forecast=chosen.forecast)
+    if "companion" in chosen.settings:  # the minutes were too short for one
         config = companion.without(config)
     growth = find_growth(config)
     if growth is None:

@@ -14,8 +14,9 @@ from common.errors import ConfigError
 from common.output import log
 from tokenization.extract import find_files
 from tokenization.settings import HUB
-from training.config import Config, Forecast, parse_config
-from training.dial import DIAL_SOURCE, Choice, Dial
+from training.choice import CHOSEN, Chosen
+from training.config import Config, parse_config
+from training.dial import Choice, Dial
 from training.growth import Growth
 from training.law import MEASURED_ERROR, UNMEASURED_ERROR_FACTOR, expected_loss, useful_passes
 from training.recipe import LADDER, MAX_LAST_PART, OWN_PASSES, read_recipe
@@ -59,7 +60,7 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float, growth
     keys = None
     if growth is not None:
         keys = read_recipe() | growth.build_settings(requested)
-        requested = parse_config(argv, keys, DIAL_SOURCE)
+        requested = parse_config(argv, keys, CHOSEN)
     own, companion, ratio = require_suitable(requested)
     dial = Dial(argv, companion, _of_companion(requested), keys=keys, started=started)
     dial.own_text = own
@@ -75,18 +76,30 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float, growth
         return without(on_own_text.choose_config())
     loss, error = forecast_own(own, companion, choice, ratio)
     config = dial.build_config(choice)
-    dial.print_choice(choice._replace(loss=loss, error=error), config.dropout, alone.loss)
+    choice = choice._replace(loss=loss, error=error)
+    dial.print_choice(choice, config.dropout, alone.loss)
     if loss > alone.loss - MIN_GAIN:
         print(
             "Note       By this estimate the companion does not help: it is too small, or too different. Without "
             "--companion, all minutes go to your text"
         )
-    return replace(config, forecast=Forecast(loss, error, choice.tokens_per_second, choice.cpu_share, alone=alone.loss))
+    return replace(config, forecast=replace(dial.forecast(choice), alone=alone.loss))
+
+
+def was_added_or_left_out(chosen: Chosen, config: Config) -> bool:
+    """Return whether the run of this name has a companion and the command none, or the other way round. Print that."""
+    if chosen.has_companion == bool(config.companion) or "companion" in chosen.settings:
+        return False
+    print(
+        f"Note       {config.run_dir} holds a run {'with' if chosen.has_companion else 'without'} a companion. It will "
+        "be renamed. To keep its name, press Ctrl-C and choose another --output_dir"
+    )
+    return True
 
 
 def without(config: Config) -> Config:
     """Return a configuration for the own text alone, though the flags name a companion."""
-    return replace(config, companion=None, sources=config.sources | {"companion": DIAL_SOURCE})
+    return replace(config, companion=None, sources=config.sources | {"companion": CHOSEN})
 
 
 def _of_companion(config: Config) -> Config:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
@@ -41,7 +41,7 @@ Number = Annotated[float, Field(ge=0)]
 Sequences = Annotated[int, Field(ge=1, le=1_000_000)]  # a larger number must be a mistake
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class Forecast:
     """The dial's forecast for a run."""
 
@@ -49,8 +49,8 @@ class Forecast:
     error: float  # half of the interval
     tokens_per_second: float
     cpu_share: float = 1.0  # CPU time / time of the timed steps; below 1, other programs used the CPU
+    minutes: float = 0.0  # the forecast is for this --minutes
     alone: float | None = None  # bits per byte without the companion, if there is one
-    minutes: float | None = None  # the forecast is for this --minutes
 
 
 @dataclass(frozen=True, config=STRICT)

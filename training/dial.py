@@ -22,6 +22,7 @@ from common.output import byte_size, duration, log, plural
 from common.script import world
 from tokenization.held_out import MAX_SHARE_FACTOR
 from tokenization.settings import HUB
+from training.choice import CHOSEN
 from training.config import Config, Forecast, parse_config
 from training.data import MAX_GPU_TOKENS_SHARE
 from training.growth import REWARM_PEAK, WARMUP_SHARE, Growth
@@ -52,7 +53,6 @@ from training.text import TRAIN_SHARE, TextStats, choose_vocabulary, measure_tex
 from training.timing import MIN_TIMED_STEPS, Candidate, Machine, StepTimes
 
 T = TypeVar("T")
-DIAL_SOURCE = "the dial"  # marks chosen values in config.json
 EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # evaluations per run, and the share of its time they may take
 FORWARD_SHARE = 1 / 3  # time of a forward pass relative to a training step
 EPOCHS_MARGIN = 3  # epochs allowed relative to the forecast: the machine may turn out faster
@@ -99,7 +99,7 @@ def choose_continuation(
     `data_dir`, the text as it is now. Shape and vocabulary stay."""
     keys = growth.build_settings(config)
     text = measure_tokens(replace(config, data_dir=data_dir))._replace(name=str(config.input))
-    dial = Dial(argv, text, parse_config(argv, keys, DIAL_SOURCE), keys=read_recipe() | keys, started=started)
+    dial = Dial(argv, text, parse_config(argv, keys, CHOSEN), keys=read_recipe() | keys, started=started)
     dial.tokens_seen = growth.tokens_trained
     return dial.choose_config()
 
@@ -196,7 +196,7 @@ class Dial:
     def make_candidates(self) -> None:
         self.shapes = {}
         for shape in self.ladder:
-            candidate = self.build_candidate(parse_config(self.argv, self.build_settings(shape), DIAL_SOURCE))
+            candidate = self.build_candidate(parse_config(self.argv, self.build_settings(shape), CHOSEN))
             if all(candidate.model.config != other.model.config for other in self.shapes) and self.find_fitting_rows(
                 candidate, 1
             ):
@@ -229,8 +229,11 @@ class Dial:
         choice = self.find_best()
         config = self.build_config(choice)
         self.print_choice(choice, config.dropout)
-        forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
-        return replace(config, forecast=forecast)
+        return replace(config, forecast=self.forecast(choice))
+
+    def forecast(self, choice: Choice) -> Forecast:
+        minutes = self.requested.minutes
+        return Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share, minutes)
 
     def find_best(self) -> Choice:
         """Time the smallest candidate, then the best so far and the next larger one, which uses the machine better. On
@@ -488,7 +491,7 @@ class Dial:
             keys["threads"] = choice.threads
         if choice.candidate.hardware.is_cuda and choice.candidate.hardware.compiles and not choice.compiles:
             keys["compile"] = "off"
-        return parse_config(self.argv, keys, DIAL_SOURCE)
+        return parse_config(self.argv, keys, CHOSEN)
 
     def count_epochs(self, choice: Choice) -> int:
         """Return the epochs that limit a run, with room for a machine that is faster than timed. With a companion they

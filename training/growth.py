@@ -6,24 +6,19 @@ new, so that the model does not forget it (Ibrahim et al. 2024, https://arxiv.or
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import BASE, Checkpoint, find_problems
-from common.errors import ConfigError
-from common.files import read_json
 from common.script import world
-from common.validation import build
 from generation.passages import find_training_tokens
 from tokenization.metadata import TokenMetadata, find_metadata
-from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
+from training.config import MODEL_KEYS, Config
 from training.mirror import Mirror
 from training.plan import text_settings
-from training.records import CONFIG
 from training.resume import find_previous
-from training.store import Store, finish_setting_aside, new_run_path
+from training.store import Store
 from training.text import describe_changes
 
 REWARM_PEAK = 0.5  # relative to training from scratch (docs/benchmarks/companion.md)
@@ -102,41 +97,6 @@ def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint)
     kept = [path for store in stores for path in store.copies_of(BASE)] if config.companion else []
     kept += [path for store in stores for path in store.best_copies()]
     return next((path for path in kept if path.exists() and not find_problems(path)), newest.path)
-
-
-def recover_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
-    """Finish what a killed session began, and read the settings that `source` (the dial) chose for an existing run,
-    here or in its mirror, and its forecast.
-
-    Returns ({}, None) if there is none, or if nothing was trained with it and the minutes have changed; only `resume`
-    if a companion was added or left out.
-    """
-    if config.resume == "never":
-        return {}, None
-    store = Store(config.run_dir)
-    mirror = Mirror(config.run_dir, config.checkpoint_dir).store if config.checkpoint_dir else None
-    if store.is_empty and (new_run_path(config.run_dir) / CONFIG).is_file():
-        with store.locked():  # fails if another session is doing it
-            finish_setting_aside(store, mirror)
-    is_trained = any(folder.steps() for folder in (store, mirror) if folder is not None)
-    for path in [*store.records(CONFIG), *(mirror.records(CONFIG) if mirror is not None else [])]:
-        content = read_json(path, ConfigError)
-        if is_resolved(content):
-            values, sources, forecast = content["config"], content["sources"], None
-            has_other_minutes = config.sources.get("minutes") == "flag" and values.get("minutes") != config.minutes
-            if has_other_minutes and not is_trained and not values.get("init_from"):
-                return {}, None  # the choice was for other minutes, and nothing was trained yet
-            if bool(values.get("companion")) != bool(config.companion) and sources.get("companion") != source:
-                print(
-                    f"Note       {config.run_dir} holds a run {'with' if values.get('companion') else 'without'} a "
-                    "companion. It will be renamed. To keep its name, press Ctrl-C and choose another --output_dir"
-                )
-                return {"resume": "never"}, None
-            with contextlib.suppress(ValueError, KeyError):  # missing, or written by another version
-                forecast = build(Forecast, content["forecast"])
-            chosen = {key: value for key, value in values.items() if sources.get(key) == source}
-            return {key: value for key, value in chosen.items() if scope_of(key) != "command"}, forecast
-    return {}, None
 
 
 def _read_tokens_sha256(folder: str) -> str | None:

@@ -23,12 +23,13 @@ from common.output import cell, shorten, table_row
 from common.validation import STRICT, build
 
 CONFIG = "config.json"
+CHOICE = "choice.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 SAMPLES_TABLE = "samples.md"  # SAMPLES as tables
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
-RECORDS = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
+RECORDS = (CONFIG, CHOICE, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 Count = Annotated[int, Field(ge=0, lt=10**15)]
 
 

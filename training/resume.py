@@ -33,6 +33,7 @@ from common.output import byte_size, log
 from common.script import is_rank_0, world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
+from training.choice import write_choice
 from training.config import Config, scope_of
 from training.data import COMPANION_KEY
 from training.mirror import Mirror
@@ -253,6 +254,7 @@ def _open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any],
                     moved = aside / weights.path.resolve().relative_to(was)
                     run.config = replace(run.config, init_from=str(moved))
             write_config(run, new)
+            write_choice(run.config, new)
 
         set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, write_new)
     run.dir.mkdir(parents=True, exist_ok=True)
@@ -265,6 +267,7 @@ def prepare_run_folder(run: Run) -> None:
     if not is_rank_0():
         return
     write_config(run, run.dir)
+    write_choice(run.config, run.dir)
     rewind(run.dir, run.state.step, run.state.evaluated_step)
     need, free = run.disk_bytes, free_space(run.dir)
     if need > free and not run.state.step:

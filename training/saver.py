@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -234,6 +233,4 @@ def write_config(run: Run, folder: Path) -> None:
     trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
     resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": describe_session()}
-    if config.forecast:
-        resolved["forecast"] = asdict(config.forecast) | {"minutes": config.forecast.minutes or config.minutes}
     write_json(folder / CONFIG, resolved)

@@ -19,8 +19,9 @@ from tests.training.launching import join
 from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
+from training.choice import CHOSEN
 from training.config import Config, parse_config
-from training.dial import DIAL_SOURCE, Dial, choose, choose_sequences, choose_settings
+from training.dial import Dial, choose, choose_sequences, choose_settings
 from training.hardware import CPU_DROPOUT_SLOWDOWN, DEFAULT_THREADS
 from training.text import measure_text
 from training.timing import StepTimes
@@ -50,9 +51,7 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
     assert "60.0 kB of text in 1 file" in said[0] and f"{config.num_layers} layers x {config.embed_dim}" in said[1]
     assert "0.1 minutes: " in said[4] and "0.4 minutes: " in said[4]
     assert config.run_dir == Path("runs/my.book") and config.vocab_size == 512 and config.optimizer == "muon"
-    assert (
-        config.sources["num_layers"] == config.sources["epochs"] == DIAL_SOURCE and config.sources["minutes"] == "flag"
-    )
+    assert config.sources["num_layers"] == config.sources["epochs"] == CHOSEN and config.sources["minutes"] == "flag"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_unused_minutes_come_with_advice(
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
     config = choice(flags(book, "--embed_dim", "32", "--num_heads", "2", "--num_layers", "2", "--epochs", "3"))
     assert (config.embed_dim, config.num_layers, config.epochs) == (32, 2, 3)
-    assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == DIAL_SOURCE
+    assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == CHOSEN
 
 
 @pytest.mark.parametrize(("width", "heads"), [("96", 1), ("200", 2)])
@@ -214,7 +213,7 @@ def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.
     argv = ["--data_dir", "tokens", "--minutes", "0.2", "--device", "cpu", "--compile", "off"]
     config = choice(argv)
     assert "60.0 kB of text in 1 file" in (out := capsys.readouterr().out) and f"of {vocabulary}" in out
-    assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == DIAL_SOURCE
+    assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == CHOSEN
     of_text = measure_text(parse_config(flags(book)))
     assert measure_text(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
     path = Path("tokens/tokens_bpe_metadata.json")
@@ -234,7 +233,7 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     argv = flags(book, "--checkpoint_dir", str(book.with_name("drive")))
     assert train_colab_mmap.main(argv) == 0
     run = Path("runs/my.book")
-    chosen = json.loads((run / "config.json").read_text())
+    chosen = json.loads((run / "choice.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("val_loss" in row for row in rows) >= 3
     expected = chosen["forecast"]["bits_per_byte"]
@@ -245,11 +244,8 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     out = capsys.readouterr().out
     assert "This run is finished" in out and "Choice" not in out
 
-    chosen["config"]["eval_interval"] = 1003  # by hand
-    for forecast in (None, [], "x", {"loss": 1}, {"bits_per_byte": 10**400}):
-        (run / "config.json").write_text(json.dumps({**chosen, "forecast": forecast}))
-        assert choice(argv).eval_interval == 1003 and choice(argv).forecast is None
-    (run / "config.json").write_text(json.dumps(chosen))
+    chosen["settings"]["eval_interval"] = 1003  # by hand
+    (run / "choice.json").write_text(json.dumps(chosen))
     assert choice(argv).eval_interval == 1003
     assert choice([*argv, "--eval_interval", "9"]).eval_interval == 9
     shutil.rmtree(run)  # with its machine
@@ -258,6 +254,16 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     assert kept.forecast and kept.forecast.bits_per_byte == expected
     assert "Choice" not in capsys.readouterr().out
     assert "Choice" in (choice([*argv, "--resume", "never"]) and capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"settings": {}}'])
+def test_a_choice_that_cannot_be_read_is_made_again(book: Path, content: str | None) -> None:
+    assert train_colab_mmap.main(argv := flags(book)) == 0
+    path = Path("runs/my.book/choice.json")
+    settings = json.loads(path.read_text())["settings"]
+    assert settings["num_layers"] and not settings.keys() & {"threads", "compile", "resume"}
+    path.unlink() if content is None else path.write_text(content)
+    assert choice(argv).num_layers == settings["num_layers"]
 
 
 def test_the_recipe_follows_the_width_and_the_passes() -> None:
