@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 from common.script import check_flags, end, is_rank_0, process_age, writing_script
-from training.config import BUILTIN_CONVERSATIONS, ESTIMATED, Config, parse_config
+from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
 
 if __name__ == "__main__":
     check_flags(parse_config)  # before importing torch, which takes seconds: --help should not wait
@@ -296,10 +296,9 @@ def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack
     shape = replace(shape, vocab_size=data.vocab_size)
     sizes = build_on_meta(config, shape)
     print(plan.describe_model(config, sizes, base))
-    fitted = previous.saved.state.fitted if previous.saved else None
-    source = ESTIMATED
     if rows is None:
-        rows, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes, fitted))
+        fitted = previous.saved.state.fitted if previous.saved else None
+        rows = smallest_rows(fit_micro_batch(config, sizes, hardware, data.gpu_bytes, fitted))
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(shape).to(hardware.device)
     model.activation_checkpointing = config.activation_checkpointing
@@ -308,7 +307,7 @@ def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack
         add_adapters(model, lora)
     if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
         torch.cuda.reset_peak_memory_stats()
-    return Run(config, hardware, data, prompts, model, rows, source, mirror), previous
+    return Run(config, hardware, data, prompts, model, rows, mirror), previous
 
 
 def profile(config: Config) -> None:

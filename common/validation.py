@@ -50,7 +50,7 @@ def option(default: Any, group: str, help: str, **more: Any) -> Any:
     many: the flag takes several values (without it, the flag of a tuple is repeated)
     switch: the values for a bare flag (or JSON true) and for JSON false
     of: the (key, value) without which the field has no effect
-    scope: "command" (not part of a run), "place" (a path), "fixed" (may not change during a run)
+    scope: "command" (not part of a run), "place" (where it runs: a path, memory), "fixed" (may not change during a run)
     ge, gt, le, lt, min_length: limits of pydantic's Field
     """
     limits = {key: more.pop(key) for key in ("ge", "gt", "le", "lt", "min_length") if key in more}

@@ -163,7 +163,7 @@ def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamesp
 
 def run_of(model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()) -> Run:
     """A training of this model on a CPU."""
-    return Run(config, CPU, data, list(prompts), model, config.micro_batch_size or config.batch_size, "default")
+    return Run(config, CPU, data, list(prompts), model, config.micro_batch_size or config.batch_size)
 
 
 def rows_of(config: Config) -> int:

@@ -17,7 +17,6 @@ import torch
 from common.errors import is_out_of_memory
 from model import TransformerLanguageModel
 from training.captured import capture_step
-from training.config import AUTOMATIC_SOURCES
 from training.hardware import Hardware
 from training.memory import estimate_micro_batch, smallest_rows
 from training.parallel import any_process, data_parallel, is_collective_error, no_sync
@@ -169,10 +168,8 @@ def prepare(run: Run) -> None:
             run.step_model = undo_compile(run.step_model)
         reason = failure or "torch.compile failed in another process"
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
-        if run.micro_batch_source in AUTOMATIC_SOURCES:
-            rows, source = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
-            if rows >= run.micro_batch_size:  # memory ran out with more
-                rows, source = run.micro_batch_size, run.micro_batch_source
-            run.micro_batch_size, run.micro_batch_source = smallest_rows(rows, source)
+        if run.config.micro_batch_size is None:
+            rows = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
+            run.micro_batch_size = smallest_rows(min(rows, run.micro_batch_size))
     run.state.compiled = None if run.hardware.is_cuda else run.hardware.compiles
     run.captured = capture_step(run)

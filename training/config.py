@@ -33,8 +33,6 @@ BUILTIN_CONVERSATIONS = "builtin:conversations"
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 INTERNAL_FIELDS = ("name", "sources", "forecast")
-ESTIMATED = "memory"  # source of a micro-batch
-AUTOMATIC_SOURCES = ("default", ESTIMATED)  # the user has given no value
 MIN_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]
@@ -125,6 +123,7 @@ class Config(ModelConfig, DataKeys):
         "batch",
         "sequences per forward pass; affects memory, not results (dropout's draws aside) [batch_size, or what fits]",
         ge=1,
+        scope="place",
     )
     activation_checkpointing: bool = option(
         False, "batch", "keep only a block's input for the backward pass: less memory, a third more time"
@@ -470,9 +469,7 @@ def _explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in values.items()
-        if sources.get(key, "default") not in AUTOMATIC_SOURCES
-        and scope_of(key) != "command"
-        and _has_effect(key, values)
+        if sources.get(key, "default") != "default" and scope_of(key) != "command" and _has_effect(key, values)
     }
 
 

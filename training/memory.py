@@ -21,7 +21,7 @@ from common.script import world
 from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.config import ESTIMATED, Config
+from training.config import Config
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, group_by_rule
@@ -37,30 +37,28 @@ REPORTED_OTHERS_SHARE = 0.1  # share of all memory; if other processes hold more
 
 def fit_micro_batch(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0, fitted: Fitted | None = None
-) -> tuple[int, str]:
-    """Return `micro_batch_size` and its source: as given, else what fitted before in this run on this device, else the
+) -> int:
+    """Return `micro_batch_size`: as given, else what fitted before in this run on this device, else the
     batch, halved until the estimate fits beside `held` bytes of tokens. Training results do not depend on it.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
     if config.micro_batch_size:
-        return config.micro_batch_size, config.sources.get("micro_batch_size", "default")
+        return config.micro_batch_size
     if fitted is not None and fitted.device == hardware.name and fitted.rows < config.rows_at_once(config.batch_size):
         print(
             f"Memory     micro_batch_size {fitted.rows}, which fitted on this device before (--micro_batch_size "
             "overrides it)"
         )
-        return fitted.rows, ESTIMATED
+        return fitted.rows
     return estimate_micro_batch(config, model, hardware, held)
 
 
-def estimate_micro_batch(
-    config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
-) -> tuple[int, str]:
-    """Return the micro-batch that fits by the estimate, and its source. See `fit_micro_batch`."""
+def estimate_micro_batch(config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0) -> int:
+    """Return the micro-batch that fits by the estimate. See `fit_micro_batch`."""
     whole = rows = config.rows_at_once(config.batch_size)
     if hardware.memory_bytes is None:
-        return config.batch_size, "default"
+        return config.batch_size
     while (needed := estimate_memory(config, model, hardware, config.rows_at_once(rows))) > (
         MEMORY_SHARE * hardware.memory_bytes - held
     ):
@@ -72,19 +70,18 @@ def estimate_micro_batch(
             )
         rows //= 2
     if rows == whole:
-        return config.batch_size, "default"
+        return config.batch_size
     print(
         f"Memory     {whole} sequences at once would not fit: micro_batch_size {rows}; the result is the same"
         f"{EXCEPT_DROPOUT if config.dropout else ''}"
     )
-    return rows, ESTIMATED
+    return rows
 
 
-def smallest_rows(rows: int, source: str) -> tuple[int, str]:
-    """Return the smallest micro-batch of all processes, and its source."""
+def smallest_rows(rows: int) -> int:
+    """Return the smallest micro-batch of all processes."""
     (negative,) = max_over_ranks(-rows)
-    smallest = -int(negative)
-    return smallest, source if smallest == rows else ESTIMATED
+    return -int(negative)
 
 
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:

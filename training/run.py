@@ -49,7 +49,6 @@ class Run:
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    micro_batch_source: str  # a value of Config.sources, or ESTIMATED
     mirror: Mirror | None = None  # rank 0 only
 
     def __post_init__(self) -> None:
@@ -143,9 +142,7 @@ class Run:
     def resolved(self) -> dict[str, Any]:
         """Return the settings, with the shape and micro-batch that the run uses."""
         found = {key: getattr(self.shape, key) for key in MODEL_KEYS}
-        if self.micro_batch_source != "default":
-            found["micro_batch_size"] = self.micro_batch_size
-        return self.config.values() | found
+        return self.config.values() | found | {"micro_batch_size": self.micro_batch_size}
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:

@@ -231,6 +231,6 @@ def write_config(run: Run, folder: Path) -> None:
     """Write the resolved configuration, with the device and process. The file marks a run folder."""
     config, values = run.config, run.resolved()
     trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
-    sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
+    sources = config.sources | (trained if config.init_from else {})
     resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": describe_session()}
     write_json(folder / CONFIG, resolved)

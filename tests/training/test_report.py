@@ -59,7 +59,7 @@ def report_of(run_dir: Path, hardware: Hardware, elapsed: float = 0.0, **config:
         **config,
     )
     data = cast(TokenData, SimpleNamespace(windows=1000))
-    run = Run(config, hardware, data, [], TransformerLanguageModel(config.shape(10)), 8, "default")
+    run = Run(config, hardware, data, [], TransformerLanguageModel(config.shape(10)), 8)
     run.state.elapsed_seconds = elapsed
     return Report(run, Clock(run, time.perf_counter()))
 
