@@ -120,8 +120,6 @@ def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> N
         f"times{', without the answers to prompts' if config.eval_prompts else ''}\n"
         f"Time       about {duration(total)} for {steps:,} steps with their evaluations"
     )
-    if at_risk := _seconds_between_checkpoints(run, seconds):
-        print(f"At risk    at most {duration(min(at_risk, total))} of training, if the machine dies between two saves")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
@@ -217,15 +215,6 @@ def _time_evaluation(run: Run) -> float:
     validation_loss(run, some)
     run.hardware.synchronize()
     return (time.perf_counter() - began) * windows / some
-
-
-def _seconds_between_checkpoints(run: Run, seconds: float) -> float | None:
-    """Return the longest time between checkpoints if a step takes `seconds`; None if only the last step is saved."""
-    config = run.config
-    steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
-    by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
-    times = [60 * config.checkpoint_minutes, seconds * config.checkpoint_steps, by_epochs]
-    return min((seconds_between for seconds_between in times if seconds_between), default=None)
 
 
 def profile(run: Run) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +34,6 @@ from training.tracker import Tracker
 ANNOUNCED_EVALUATION_SECONDS = 20.0  # longer evaluations are announced
 CURVE_INTERVAL_SECONDS = 10.0  # drawing the curve takes a tenth of a second
 BUSY_CPU_SHARE, BUSY_CPU_STEPS = 0.5, 10  # CPU time / time of a session, judged after this many steps
-SPIKE_WINDOW = range(20, 101)  # the mean is over 20 to 100 reported losses
-SPIKE_SIGMAS = 6.0
 
 
 class TrainingTime(NamedTuple):
@@ -59,7 +55,6 @@ class Report:
         self.has_new_point = False  # the curve lacks a validation loss
         self.is_rank_0 = is_rank_0()  # only rank 0 writes
         self.warned: set[str] = set()  # files with a warning that they cannot be written
-        self.spikes = Spikes()
         self.has_warned_of_programs = False
         self.reported_skips = run.state.skipped_updates
         self.first = self.last = self.now()  # at the start of the session, and at the last report
@@ -111,8 +106,6 @@ class Report:
             self.update_progress(row)
             self.warn_of_other_programs()
             self.warn_of_skips()
-            if warning := self.spikes.check_loss(run.state.step, row["train_loss"]):
-                log.info(warning)
             self.write(row)
 
     def base_row(self) -> dict[str, Any]:
@@ -254,27 +247,6 @@ class Report:
         if path.name not in self.warned:
             self.warned.add(path.name)
             log.info(describe_unwritable(path, problem))
-
-
-class Spikes:
-    """Detects jumps of the loss."""
-
-    def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=SPIKE_WINDOW.stop - 1)
-
-    def check_loss(self, step: int, loss: float) -> str:
-        """Return a warning if `loss` is far above the losses before, else an empty string. Record it."""
-        warning = ""
-        if len(self.losses) >= SPIKE_WINDOW.start:
-            mean, sigma = fmean(self.losses), stdev(self.losses)
-            if loss > mean + SPIKE_SIGMAS * sigma:
-                warning = (
-                    f"Warning: the loss jumped to {loss:.3f} at step {step:,}, from a mean of {mean:.3f} +- "
-                    f"{sigma:.3f}. If it stays high, try a lower --learning_rate or more --warmup_steps."
-                )
-        if math.isfinite(loss):
-            self.losses.append(loss)
-        return warning
 
 
 def print_start(run: Run, clock: Clock) -> None:

@@ -65,14 +65,7 @@ def recover_run(config: Config, mirror: Mirror | None) -> Previous:
         store.clean_up()
         shutil.rmtree(new_run_path(store.dir), ignore_errors=True)
     delete_dry_run(store.dir)
-    while True:
-        previous = _find_checkpoint(config, store, mirror)
-        if previous.checkpoint is None:
-            return previous
-        try:
-            return _copy_here(previous, store, mirror)
-        except FileNotFoundError:  # another machine has just replaced the copy by a newer one
-            continue
+    return _find_checkpoint(config, store, mirror, partial(_copy_here, store=store, mirror=mirror))
 
 
 def find_previous(config: Config, mirror: Mirror | None) -> Previous:
@@ -115,21 +108,21 @@ def _require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
     mirror.require_same_run(run_id)
 
 
-def _find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Previous:
+def _find_checkpoint(
+    config: Config, store: Store, mirror: Mirror | None, use: Callable[[Previous], Previous] | None = None
+) -> Previous:
     """Find the newest valid checkpoint here or in the mirror, else the one named by `resume_from`, else the weights of
-    `init_from`.
+    `init_from`. Return what `use` makes of it.
 
     Raises CheckpointError if all checkpoints are damaged, or if the run did not start from `resume_from` or
     `init_from`.
     """
     while True:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
             previous = _read_newest(config, store, mirror)
-        except FileNotFoundError:  # another machine has just replaced the copy by a newer one
-            continue
-        if mirror is not None:
-            mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
-        return previous
+            if mirror is not None:
+                mirror.require_usable()  # again, because a mirror that was unmounted meanwhile looks empty
+            return previous if use is None or previous.checkpoint is None else use(previous)
 
 
 def _read_newest(config: Config, store: Store, mirror: Mirror | None) -> Previous:

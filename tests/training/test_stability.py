@@ -20,7 +20,6 @@ from training.config import Config
 from training.data import TokenData
 from training.optimizer import build_optimizer, gradient_norm, update_parameters
 from training.records import read_metrics
-from training.report import Spikes
 
 
 def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
@@ -127,21 +126,3 @@ def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
         spoiled_gradients(patch, range(16, 19))  # of steps 17 to 19; one is due after 18
         assert train(tmp_path / "run", max_steps=21, checkpoint_steps=9, eval_interval=0).code == 0
     assert steps_of(tmp_path / "run") == [21, 20]
-
-
-def test_a_jump_of_the_loss_is_reported(train: Callable, tmp_path: Path) -> None:
-    """Six standard deviations above the mean of the losses before."""
-    spikes = Spikes()
-    losses = [3.0 + 0.01 * (step % 5) for step in range(40)]
-    assert not any(spikes.check_loss(step, loss) for step, loss in enumerate(losses))
-    assert not spikes.check_loss(40, 3.05)
-    warning = spikes.check_loss(41, 3.2)
-    assert "jumped to 3.200 at step 41" in warning and "--learning_rate" in warning
-    assert not Spikes().check_loss(1, 100.0)  # nothing to compare it with
-
-    run = tmp_path / "run"
-    quiet = {"use_lr_scheduler": "constant", "eval_interval": 0, "dropout": 0.0}
-    assert train(run, **quiet, max_steps=40, learning_rate=1e-4).code == 0
-    again = train(run, **quiet, max_steps=80, learning_rate=1e-4)
-    assert again.code == 0 and "jumped" not in again.out
-    assert final_weights(run, 80)
