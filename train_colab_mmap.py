@@ -115,7 +115,7 @@ def choose_model(argv: Sequence[str] | None, requested: Config, started: float) 
         return config
     init = Previous(init=Checkpoint(growth.weights))
     data_dir, _ = tokenize_input(replace(config, init_from=str(growth.weights)), init)
-    if not growth.has_changed(data_dir):  # only the dates of files
+    if not growth.has_changed(data_dir):  # only its tokens were gone
         return config
     if config.companion:
         return companion.choose(argv, config, started, growth)

@@ -234,16 +234,11 @@ class TokenData:
         seq_len: int,
         hardware: Hardware,
         companion_dir: str | None = None,
-        more_tokens: int = 0,
     ) -> TokenData:
-        """Find, verify and load the tokens, and those of a companion. `more_tokens`: tokens to keep in the same memory.
-
-        Raises DataError for bad files, ConfigError if the context is too long.
-        """
+        """Find, verify and load the tokens, and those of a companion. Raises DataError for bad files, ConfigError if
+        the context is too long."""
         if companion_dir is not None:
-            own_tokens = TokenMetadata.read(locate(config, data_dir)[-1]).total_tokens
-            companion = cls.open(config, companion_dir, seq_len, hardware, more_tokens=own_tokens)
-            data = cls.open(config, data_dir, seq_len, hardware, more_tokens=companion.metadata.total_tokens)
+            data, companion = (cls.open(config, folder, seq_len, hardware) for folder in (data_dir, companion_dir))
             data.companion = companion
             data.fingerprint |= {COMPANION_KEY: companion.metadata.tokens_sha256}
             return data
@@ -259,7 +254,7 @@ class TokenData:
                     f"{count:,}. Lower --max_seq_len, or tokenize more text, or use another --train_split."
                 )
         bytes_a_token = 4 if is_chat else metadata.numpy_dtype.itemsize
-        placement = choose_placement((metadata.total_tokens + more_tokens) * bytes_a_token, config, hardware)
+        placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
         if is_chat and placement == "mmap":
             if config.placement == "mmap":
                 raise ConfigError(

@@ -44,8 +44,9 @@ class Growth:
         return True
 
     def build_settings(self, config: Config) -> dict[str, Any]:
-        """Return the settings of the new run that do not depend on its length."""
-        return shape_keys(config) | {"init_from": str(self.weights), "resume": "never"}
+        """Return the settings of the new run that do not depend on its length: the shape, and where it starts."""
+        shape = {key: value for key in MODEL_KEYS if key != "dropout" and (value := getattr(config, key)) is not None}
+        return shape | {"init_from": str(self.weights), "resume": "never"}
 
     def describe(self, now: TokenMetadata) -> str:
         """Describe where the new run starts, which files have changed, and whether the vocabulary fits them."""
@@ -78,16 +79,11 @@ def find_growth(config: Config) -> Growth | None:
     if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
         return None
     sha256 = str(previous.saved.data.get("tokens_sha256"))
-    if _read_tokens_sha256(text_settings(config, previous).output_dir) == sha256:
+    made = find_metadata(Path(text_settings(config, previous).output_dir))
+    if any(TokenMetadata.read(path).tokens_sha256 == sha256 for path in made):
         return None
     weights = find_best_weights(config, mirror, previous.checkpoint)
     return Growth(weights, previous.saved.state.tokens, sha256, find_training_tokens(previous.checkpoint))
-
-
-def shape_keys(config: Config) -> dict[str, Any]:
-    """Return the model keys with which another run can start from the weights of `config`."""
-    shape = {key: getattr(config, key) for key in MODEL_KEYS if key != "dropout"}
-    return {key: value for key, value in shape.items() if value is not None}
 
 
 def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
@@ -97,8 +93,3 @@ def find_best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint)
     kept = [path for store in stores for path in store.copies_of(BASE)] if config.companion else []
     kept += [path for store in stores for path in store.best_copies()]
     return next((path for path in kept if path.exists() and not find_problems(path)), newest.path)
-
-
-def _read_tokens_sha256(folder: str) -> str | None:
-    """Return the hash of the tokens in a folder, or None."""
-    return next((TokenMetadata.read(path).tokens_sha256 for path in find_metadata(Path(folder))), None)

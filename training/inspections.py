@@ -149,9 +149,7 @@ def _steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -
 
 
 def _describe_free_memory(hardware: Hardware) -> str:
-    if hardware.is_cuda:
-        return f", {byte_size(torch.cuda.mem_get_info()[0])} free now"
-    free = available_ram()
+    free = torch.cuda.mem_get_info()[0] if hardware.is_cuda else available_ram()
     return f", {byte_size(free)} free now" if free is not None else ""
 
 

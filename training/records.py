@@ -180,17 +180,13 @@ def read_samples(run_dir: Path) -> list[Sample]:
     return samples
 
 
-def _format_score(sample: Sample) -> str:
-    return f"{sample.right} of {sample.judged}" if sample.judged else ""
-
-
 def render_samples(samples: Sequence[Sample]) -> str:
     """Return the text of samples.md, a table per evaluation."""
     return "".join(f"{line}\n" for sample in samples for line in _render_sample(sample))
 
 
 def _render_sample(sample: Sample) -> list[str]:
-    right = f", {_format_score(sample)} exactly right" if sample.judged else ""
+    right = f", {sample.right} of {sample.judged} exactly right" if sample.judged else ""
     rows = render_answers(sample.prompts, sample.answers, sample.expected)
     return [f"## Step {sample.step:,}{right}", "", *rows, ""]
 
