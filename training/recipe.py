@@ -21,7 +21,7 @@ MIN_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
 # The last part of a run with a companion, in which every second sequence is from one's own text
 # (docs/benchmarks/companion.md)
-OWN_PASSES = 4  # more make the model forget the companion
+OWN_PASSES = 3  # many more make the model forget the companion
 MAX_LAST_PART = 2 / 3  # share of the run
 
 
