@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link")
 
 
 @dataclass

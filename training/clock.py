@@ -183,6 +183,4 @@ class Clock:
         if run.mirror is not None:
             write += write if run.mirror.last_copy_seconds is None else run.mirror.last_copy_seconds
         summary = min(SUMMARY_TOKENS * reading, MAX_SUMMARY_SHARE * 60 * run.config.minutes)
-        if run.config.eval_interval:  # the last weights may be the best: written twice
-            return step + evaluation + 2 * write + summary
-        return step + write + summary
+        return step + (evaluation if run.config.eval_interval else 0.0) + write + summary

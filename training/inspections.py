@@ -131,7 +131,7 @@ def _steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -
     """Print the forecast for `minutes`, and return the number of steps that fit, without compiling. Takes the seconds
     of a step, an evaluation and a save."""
     config = run.config
-    ending = replace(run.state, ending_seconds=seconds + evaluating + 2 * saving)
+    ending = replace(run.state, ending_seconds=seconds + evaluating + saving)
     step_seconds = seconds + (evaluating / config.eval_interval if config.eval_interval else 0.0)
     steps = steps_left(ending, run.data.windows, config, step_seconds)
     remaining_steps = run.total_steps - run.state.step

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import train_colab_mmap as script
+from common.checkpoint import Checkpoint, step_folders
 from tests.forked import Forked
 from tests.helpers import Killed, wait_until
 from tests.training.helpers import at_step, die, save_at_once, steps_of
@@ -22,6 +23,7 @@ from training import evaluate, report
 from training import step as step_module
 from training import store as store_module
 from training.records import read_metrics
+from training.state import read_state
 
 MINUTES = 10.0
 # A run of ten minutes with a step every four seconds, and more text than it can read.
@@ -149,7 +151,8 @@ def test_a_run_that_is_cut_off_continues_with_the_time_that_it_has_used(
 ) -> None:
     flags = LONG | {"checkpoint_steps": 10}
     killed(tmp_path / "run", after, train, **flags)
-    used = read_metrics(tmp_path / "run")[after // 10 * 10 - 1]["elapsed_seconds"]  # at the newest checkpoint
+    newest, *_ = step_folders(tmp_path / "run/checkpoints")
+    used = read_state(Checkpoint(newest)).state.elapsed_seconds
     machine.now += 1e6  # a day later
     machine.step = lambda _: 9.0  # and on a slower machine
     began = machine.now

@@ -25,6 +25,7 @@ from training.records import CONFIG
 from training.store import Store, finish_setting_aside, set_aside
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX")
+WEIGHTS = "model.safetensors"
 OLD, NEW = 18, 24  # the steps of the finished run's checkpoints
 
 
@@ -55,7 +56,7 @@ def nothing(place: Path) -> None:
 def save(place: Path) -> None:
     checkpoints = place / "run/checkpoints"
     store = Store(place / "run")
-    store.save(files_of(step(NEW, checkpoints)), store.step_path(30))
+    store.save(files_of(step(NEW, checkpoints)), store.step_path(30), ["best", "base"])
 
 
 def saved(place: Path) -> None:
@@ -63,6 +64,12 @@ def saved(place: Path) -> None:
     Store(place / "run").clean_up()
     assert newest(checkpoints) in (NEW, 30)
     assert all(find_problems(path) == [] for path in checkpoints.iterdir()), "nothing that is half there"
+    made = [place / "run/best", *(place / "run").glob("base")]
+    assert all(find_problems(path) == [] for path in made)
+    if newest(checkpoints) == 30:  # a resumed run does not write them
+        assert len(made) == 2 and all(
+            os.path.samefile(path / WEIGHTS, step(30, checkpoints) / WEIGHTS) for path in made
+        )
 
 
 def replace_best(place: Path) -> None:
