@@ -39,7 +39,8 @@ from training.store import Store
 Snapshot = dict[str, Content]  # file name -> content of a checkpoint
 LOG_INTERVAL_SECONDS = 30.0
 MAX_SNAPSHOT_SHARE = 0.5  # share of the free memory
-LONG_WRITE_SECONDS, BEST_INTERVAL_SECONDS = 1.0, 30.0  # early in a run, each evaluation brings better weights
+# Early in a run each evaluation brings better weights, and writing many of these takes seconds each.
+LARGE_CHECKPOINT_BYTES, BEST_INTERVAL_SECONDS = 2e8, 30.0
 
 
 class Saver:
@@ -147,9 +148,9 @@ class Saver:
 
     @property
     def is_too_early(self) -> bool:
-        """Whether better weights are not saved, because others that take long to write were saved just before."""
-        is_long = (self.clock.write_seconds or 0.0) > LONG_WRITE_SECONDS
-        return is_long and time.monotonic() - self.best_saved < BEST_INTERVAL_SECONDS
+        """Whether better weights of a large model are not saved, because others were saved just before."""
+        is_large = self.run.checkpoint_bytes > LARGE_CHECKPOINT_BYTES
+        return is_large and time.monotonic() - self.best_saved < BEST_INTERVAL_SECONDS
 
     def save_unsaved_step(self) -> None:
         """Save a checkpoint of this step if there is none."""

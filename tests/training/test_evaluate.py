@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from common.checkpoint import Checkpoint
 from common.errors import DataError
 from model import TransformerLanguageModel
-from tests.helpers import run_of
+from tests.helpers import call_before, run_of
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
+from training import saver
 from training.config import Config
 from training.data import TokenData, layout_of_text
 from training.evaluate import Answer, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.run import Prompt
+from training.state import read_state
+from training.store import Store
 
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100
@@ -180,3 +186,19 @@ def test_prompts_that_no_reader_can_take_are_refused(line: str, tmp_path: Path) 
     (tmp_path / "prompts.jsonl").write_text(line)
     with pytest.raises(DataError, match="line 1"):
         read_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_better_weights_of_a_large_model_are_saved_now_and_then_and_at_the_end(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[tuple[str, bool]] = []
+
+    def noted(store: Store, contents: Any, target: Path, also: Sequence[str]) -> None:
+        saved.append((target.name[-2:], "best" in also))
+
+    call_before(monkeypatch, Store, "save", noted)
+    monkeypatch.setattr(saver, "LARGE_CHECKPOINT_BYTES", 0)
+    assert train(tmp_path / "run", eval_interval=6, checkpoint_steps=18).code == 0
+    assert saved == [("06", True), ("18", False), ("24", True)]
+    state = read_state(Checkpoint(tmp_path / "run/best")).state
+    assert state.step == state.best_step == 24
