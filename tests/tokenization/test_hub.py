@@ -152,13 +152,26 @@ def test_without_a_network_it_says_so(hub: Hub) -> None:
 
 
 def train(hub: Hub, *flags: str) -> subprocess.CompletedProcess[str]:
-    quick = ["--minutes", "0.8", "--epochs", "1", "--device", "cpu", "--compile", "off", "--threads", "1"]
+    quick = [
+        "--minutes",
+        "2",
+        "--epochs",
+        "1",
+        "--num_layers",
+        "2",
+        "--embed_dim",
+        "64",
+        "--device",
+        "cpu",
+        "--compile",
+        "off",
+    ]
     return run(hub, "train_colab_mmap.py", *quick, *flags)
 
 
 def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) -> None:
     hub.files = {f"data/{name}.txt": generated_text(25_000, seed).encode() for seed, name in enumerate("abc")}
-    Path("mine.txt").write_text(generated_text(20_000, seed=9))
+    Path("mine.txt").write_text(generated_text(10_000, seed=9))
     done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/d/data/*.txt")
     assert done.returncode == 0, done.stderr
     config = json.loads(Path("runs/mine/config.json").read_text())["config"]
