@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from common.script import check_flags, end, is_rank_0, process_age, writing_script
+from common.script import check_flags, end, is_main_process, process_age, world, writing_script
 from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
 
 if __name__ == "__main__":
@@ -60,7 +60,7 @@ from training.memory import (
     smallest_rows,
 )
 from training.mirror import Mirror
-from training.parallel import max_over_ranks, on_rank_0, process_group
+from training.parallel import max_over_processes, on_main_process, process_group
 from training.report import Report, print_start, print_stop
 from training.resume import find_previous, prepare_run_folder, recover_run, start_or_resume
 from training.run import Prompt, Run
@@ -110,7 +110,7 @@ def choose_model(argv: Sequence[str] | None, requested: Config, started: float) 
     config = replace(parse_config(argv, chosen.settings, CHOSEN), forecast=chosen.forecast)
     if "companion" in chosen.settings:  # the minutes were too short for one
         config = companion.without(config)
-    growth = find_growth(config)
+    growth = find_growth(config) if world().size == 1 else None  # a changed text is refused later
     if growth is None:
         return config
     init = Previous(init=Checkpoint(growth.weights))
@@ -179,7 +179,7 @@ def take_steps(
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                elapsed, is_too_early = max_over_ranks(clock.elapsed, saver.is_too_early)
+                elapsed, is_too_early = max_over_processes(clock.elapsed, saver.is_too_early)
                 saver.best_due = record_evaluation(run, evaluation, elapsed, bool(is_too_early))
                 report.add_evaluation(evaluation)
                 answers = evaluation.answers
@@ -206,7 +206,7 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float, float]:
     the pace, the largest of all processes."""
     wants_to_stop = stop.requested or bool(clock.max_hours_message) or saver.is_overtaken
     wants_to_save = saver.checkpoint_due or saver.minutes_passed
-    stops, saves, *seconds = max_over_ranks(
+    stops, saves, *seconds = max_over_processes(
         wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds, clock.pace
     )
     stop.agreed = bool(stops)
@@ -216,7 +216,7 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> tuple[float, float, float]:
 
 
 class Inputs(NamedTuple):
-    """What rank 0 finds and makes for all processes."""
+    """What the main process finds and makes for all processes."""
 
     previous: Previous
     shape: ModelConfig
@@ -229,7 +229,7 @@ class Inputs(NamedTuple):
 
 def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Inputs:
     """Lock the run folder until `lock` is closed, find or restore the checkpoint to continue, and find
-    or make the tokens. Rank 0 does this."""
+    or make the tokens. The main process does this."""
     if lock is None:
         previous = find_previous(config, mirror)
     else:
@@ -278,8 +278,8 @@ def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack
     sequence does not fit.
     """
     require_tracker(config)
-    mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
-    inputs = on_rank_0(lambda: prepare_inputs(config, mirror, lock))
+    mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_main_process() else None
+    inputs = on_main_process(lambda: prepare_inputs(config, mirror, lock))
     previous, shape, data_dir, companion_dir, prompts, base, lora = inputs
     was_compiled = previous.saved.state.compiled if previous.saved else None
     steps = plan.estimate_steps(config, companion_dir or data_dir, shape.max_seq_len)

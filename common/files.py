@@ -72,6 +72,20 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and its missing parents, and flush their names to disk."""
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.parent)
+
+
+def flush_file(path: Path) -> None:
+    """Flush what was written to a file to disk."""
+    with open(path, "r+b") as file:  # Windows cannot flush a file opened for reading
+        os.fsync(file.fileno())
+
+
 def write_json(path: str | Path, value: Any) -> None:
     with atomic_write(path) as file:
         file.write(json_bytes(value))
@@ -164,7 +178,7 @@ def locked(folder: Path, busy: Callable[[], UserError]) -> Iterator[None]:
     # filelock's soft lock, for file systems without locks, would outlive a killed process.
     lock = filelock.FileLock(place.with_name(f".{place.name}.lock"), timeout=0, fallback_to_soft=False)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         lock.acquire()
     except filelock.Timeout:
         raise busy() from None

@@ -57,7 +57,7 @@ def world() -> World:
     return World(*(int(os.environ.get(name, 1)) for name in names))
 
 
-def is_rank_0() -> bool:
+def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes files."""
     return world().rank == 0
 

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from common.errors import is_out_of_memory
-from common.files import sha256_file
+from common.files import flush_file, sha256_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
@@ -114,6 +114,5 @@ def write_file(path: Path, content: Content) -> str:
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-    with open(path, "r+b") as file:  # Windows cannot flush a file opened for reading
-        os.fsync(file.fileno())
+    flush_file(path)
     return sha256_file(path)

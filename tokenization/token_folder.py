@@ -28,10 +28,10 @@ from common.files import (
     describe_holder,
     describe_session,
     locked,
+    make_folder,
     name_in_errors,
     read_json,
     sha256_file,
-    sync_directory,
     write_json,
 )
 from common.output import log
@@ -123,7 +123,7 @@ class TokenFolder:
     def locked(self) -> Iterator[None]:
         """Create the folder if needed, and lock it. Raises DataError with the process that holds the lock, if any."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{self.folder}, or a part of its path, is a file. Choose another folder.") from None
         with locked(self.folder, lambda: _in_use_error(self.folder)):
@@ -167,7 +167,8 @@ class TokenFolder:
         """Write report and metadata to the work folder. Then it is done, and `publish` only has to move files."""
         if compress:
             pack(self.in_work(self.bin), self.in_work(self.packed))
-        self.in_work(self.report).write_bytes(report.encode(errors="replace"))
+        with atomic_write(self.in_work(self.report)) as file:
+            file.write(report.encode(errors="replace"))
         metadata.write(self.in_work(self.metadata))
 
     def publish(self) -> TokenMetadata:
@@ -178,14 +179,12 @@ class TokenFolder:
         """
         metadata = TokenMetadata.read(self.in_work(self.metadata))
         self.metadata.unlink(missing_ok=True)
-        sync_directory(self.folder)
         if self.in_work(self.bin).exists():
             self.packed.unlink(missing_ok=True)  # holds the old tokens
             self.mask.unlink(missing_ok=True)
         for path in (self.bin, self.packed, self.mask, self.tokenizer, self.report):
             if self.in_work(path).exists():
                 os.replace(self.in_work(path), path)
-        sync_directory(self.folder)
         metadata.write(self.metadata)
         shutil.rmtree(self.work)
         return dataclasses.replace(metadata, path=self.metadata)

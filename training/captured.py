@@ -8,7 +8,6 @@ import torch
 
 from common.graphs import Capture, GraphCapture
 from common.output import log
-from common.script import world
 from training.config import Config
 from training.hardware import Hardware
 from training.memory import estimate_memory, return_freed_memory
@@ -114,7 +113,7 @@ class CapturedStep:
 def can_capture(config: Config, hardware: Hardware, needed: int) -> bool:
     """Return whether steps that need `needed` bytes can be captured: on a GPU with memory for two of them, in one
     process, and without activation checkpointing, which reads the random state."""
-    if config.graphs == "off" or config.activation_checkpointing or world().size > 1:
+    if config.graphs == "off" or config.activation_checkpointing or hardware.processes > 1:
         return False
     return hardware.is_cuda and needed <= MAX_MEMORY_SHARE * (hardware.memory_bytes or 0)
 

@@ -19,6 +19,7 @@ from training.config import Config, parse_config
 from training.dial import Choice, Dial
 from training.growth import Growth
 from training.law import MEASURED_ERROR, UNMEASURED_ERROR_FACTOR, expected_loss, useful_passes
+from training.parallel import require_single_process
 from training.recipe import LADDER, MAX_LAST_PART, OWN_PASSES, read_recipe
 from training.run import Run
 from training.schedule import progress
@@ -57,6 +58,7 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float, growth
 
     Raises ConfigError for an unsuitable companion, and what the dial raises.
     """
+    require_single_process()
     keys = None
     if growth is not None:
         keys = read_recipe() | growth.build_settings(requested)

@@ -19,7 +19,6 @@ import torch
 from common.errors import ConfigError, DataError
 from common.machine import available_ram
 from common.output import byte_size
-from common.script import world
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, find_metadata, read_mask, read_tokens
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
@@ -214,8 +213,7 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
-        stride = config.sequences_per_step if world().size > 1 else None  # other processes read the rows in between
-        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self)
         self.val_windows = layout.val_windows
         self.companion: TokenData | None = None  # the text that is read first
         self.fingerprint = {
@@ -269,7 +267,10 @@ class TokenData:
         layout = layout_of_text(metadata, seq_len)
         if is_chat:
             tokens, layout = _pack_splits(tokens, metadata, tokenizer, seq_len)
-        return cls(metadata, tokens, tokenizer, tokenizer_file, layout, config, hardware.device, placement)
+        data = cls(metadata, tokens, tokenizer, tokenizer_file, layout, config, hardware.device, placement)
+        if data.reader is not None and hardware.processes > 1:
+            data.reader.stride = config.sequences_per_step  # other processes read the rows in between
+        return data
 
     @property
     def vocab_size(self) -> int:
@@ -366,10 +367,10 @@ class ReadAhead:
     (the first, or one of another size) is read on demand.
     """
 
-    def __init__(self, data: TokenData, stride: int | None = None):
+    def __init__(self, data: TokenData):
         self.data = data
         self.device = data.device
-        self.stride = stride  # sequences between the starts of two batches; None: the size of the batch
+        self.stride: int | None = None  # sequences between the starts of two batches; None: the size of the batch
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.next: tuple[tuple[int, int, int | None], Future[torch.Tensor]] | None = None
 
@@ -447,7 +448,7 @@ def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
     if hardware.is_cuda and hardware.memory_bytes and size <= MAX_GPU_TOKENS_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
-    size *= world().local_size  # each process reads its own copy
+    size *= hardware.local_processes  # each process reads its own copy
     if free is None or size <= MAX_RAM_TOKENS_SHARE * free:
         return "ram"
     print(

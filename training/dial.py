@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from common.errors import ConfigError, MemoryExhausted
+from common.errors import MemoryExhausted
 from common.output import byte_size, duration, log, plural
-from common.script import world
 from tokenization.held_out import MAX_SHARE_FACTOR
 from tokenization.settings import HUB
 from training.choice import CHOSEN
@@ -37,6 +36,7 @@ from training.hardware import (
 )
 from training.law import expected_error, expected_loss, is_measured, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES, suppress_out_of_memory
+from training.parallel import require_single_process
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
@@ -84,11 +84,7 @@ def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Con
     Raises ConfigError under torchrun, MemoryExhausted if no model fits, DataError if the text cannot be read or is too
     short.
     """
-    if world().size > 1:
-        raise ConfigError(
-            "--input and --minutes alone choose the model in a single process only. Run this command once without "
-            "torchrun and with --dry_run, then give torchrun the shape that it prints, as flags."
-        )
+    require_single_process()
     return Dial(argv, measure_text(requested), requested, started=started).choose_config()
 
 

@@ -20,7 +20,6 @@ from common.errors import DataError
 from common.files import read_text
 from common.machine import exact_device
 from common.output import log
-from common.script import world
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
@@ -30,7 +29,7 @@ from training import parallel
 from training.config import Config
 from training.data import TokenData
 from training.memory import suppress_out_of_memory
-from training.parallel import on_rank_0
+from training.parallel import on_main_process
 from training.run import Prompt, Run
 from training.state import Start
 from training.step import Batch, diverged, pad_rows
@@ -81,8 +80,9 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
     counted: int | torch.Tensor = 0  # windows of this process, or unmasked tokens
     model.eval()
     try:
-        for round_begins in range(0, windows, rows * world().size):
-            first = round_begins + rows * world().rank
+        together = rows * run.hardware.processes
+        own, _ = parallel.own_rows(together)
+        for first in range(own, windows + own, together):
             windows_here = max(0, min(rows, windows - first))
             # All processes must take equally many batches: one without windows computes one that does not count.
             batch = data.validation_batch(min(first, windows - 1), max(1, windows_here), windows)
@@ -92,8 +92,8 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
             counted += count
     finally:
         model.train()
-    counts = parallel.all_reduce_sum(torch.as_tensor(counted, device=data.device))
-    return (parallel.all_reduce_sum(total) / counts).item()
+    counts = parallel.sum_over_processes(torch.as_tensor(counted, device=data.device))
+    return (parallel.sum_over_processes(total) / counts).item()
 
 
 def _batch_loss(run: Run, batch: Batch) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _continue_prompts(
     run: Run, prompts: Sequence[str | list[int]], sampling: Sampling, deadline: float = math.inf
 ) -> list[str]:
     """Continue the prompts, at most `rows_at_once` together, until `deadline` (see `generate`). Return [] if memory
-    runs out. Rank 0 computes them; every process must call this."""
+    runs out. The main process computes them; every process must call this."""
     if not prompts:
         return []
     model = run.model
@@ -137,7 +137,7 @@ def _continue_prompts(
         )
         return []
 
-    return on_rank_0(generate_if_it_fits)
+    return on_main_process(generate_if_it_fits)
 
 
 def write_samples(run: Run, deadline: float) -> list[Answer]:

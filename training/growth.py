@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import BASE, Checkpoint, find_problems
-from common.script import world
 from generation.passages import find_training_tokens
 from tokenization.metadata import TokenMetadata, find_metadata
 from training.config import MODEL_KEYS, Config
@@ -68,11 +67,11 @@ class Growth:
 
 def find_growth(config: Config) -> Growth | None:
     """Find a run whose files have changed. None if there is no run, or its tokens are those of the files as they are
-    now. Also None for another `input` or under torchrun, which the caller refuses.
+    now. Also None for another `input`, which the caller refuses.
 
     Raises what `find_previous` raises.
     """
-    if not config.input or config.resume == "never" or world().size > 1:
+    if not config.input or config.resume == "never":
         return None
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
     previous = find_previous(config, mirror)

@@ -75,6 +75,8 @@ class Hardware:
     peak_flops: float | None  # sum over all processes
     memory_bytes: int | None  # total, not free: the GPU's, else this process's share of the machine's
     compile_limit: float | None = None  # timeout for compiling, in seconds
+    processes: int = 1  # that train together; each has a share of a step's sequences
+    local_processes: int = 1  # those on this machine
 
     @property
     def is_cuda(self) -> bool:
@@ -160,7 +162,7 @@ def configure_device(
     device = pick_device(config.device if config.use_gpu else "cpu")
     use_cuda = device.type == "cuda"
     name = device_name(device)
-    units = Units.of(device)
+    units, ranks = Units.of(device), world()
     precision, precision_reason = choose_precision(config.precision, shape.embed_dim, units)
     peak = peak_flops(name) if use_cuda else None
     compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled, steps)
@@ -177,9 +179,12 @@ def configure_device(
         _keep_freed_memory()
         torch.set_num_threads(config.threads or DEFAULT_THREADS)
         memory = total_ram()
-        memory = memory and memory // world().local_size
-    peak = peak and peak * world().size
-    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
+        memory = memory and memory // ranks.local_size
+    peak = peak and peak * ranks.size
+    return Hardware(
+        device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit, ranks.size,
+        ranks.local_size,
+    )  # fmt: skip
 
 
 def set_attention_backend(has_mask: bool) -> None:

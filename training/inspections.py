@@ -19,14 +19,14 @@ from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, duration, si
-from common.script import is_rank_0, world
+from common.script import is_main_process
 from training.clock import Clock
 from training.compilation import prepare
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
 from training.memory import count_held_bytes, estimate_memory
 from training.mirror import MAX_COPIES, Mirror
-from training.parallel import max_over_ranks
+from training.parallel import max_over_processes
 from training.records import read_metrics
 from training.run import Run
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
@@ -45,7 +45,7 @@ def temporary_folder(run: Run) -> Iterator[None]:
     """Give the run an empty folder inside, which is deleted at the end. If the process is killed before, the next
     session of the run deletes it."""
     run.dir = dry_run_path(run.dir)
-    if not is_rank_0():
+    if not is_main_process():
         yield
         return
     with Store(run.dir).locked():
@@ -63,7 +63,8 @@ def time_step(run: Run, clock: Clock, first_step: int) -> float:
     if run.state.step == first_step:
         raise ConfigError(f"No step can be taken: {clock.max_hours_message}")
     seconds = clock.step_seconds or MIN_TIMED_SECONDS
-    more = min(MAX_TIMED_STEPS, int(max_over_ranks(MIN_TIMED_SECONDS / seconds)[0]))  # the same number in every process
+    (needed,) = max_over_processes(MIN_TIMED_SECONDS / seconds)  # the same number in every process
+    more = min(MAX_TIMED_STEPS, int(needed))
     if not more:
         return seconds
     run.hardware.synchronize()
@@ -82,7 +83,7 @@ def print_needs(run: Run, mirror: Mirror | None) -> None:
     left, tokens = run.total_steps - run.state.step, run.tokens_per_step
     estimate = estimate_memory(config, run.model, hardware, run.rows_at_once) + count_held_bytes(run.data, hardware)
     total = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
-    several = f" in each of {world().size} processes" if world().size > 1 else ""
+    several = f" in each of {hardware.processes} processes" if hardware.processes > 1 else ""
     need, free = run.disk_bytes, free_space(config.run_dir)
     print(
         f"Steps      {'at most ' if config.minutes else ''}{left:,} {'left ' if run.state.step else ''}of {tokens:,} "
@@ -177,7 +178,7 @@ def _require_usable_mirror(mirror: Mirror) -> None:
 def check_results(run: Run, first_step: int) -> None:
     """Verify the checkpoint of a dry run, and print the first loss of a new run. Raises CheckpointError if the
     checkpoint is damaged."""
-    if not is_rank_0():
+    if not is_main_process():
         return
     newest = Store(run.dir).steps()[0]
     if problems := find_problems(newest):
@@ -206,7 +207,7 @@ def _time_evaluation(run: Run) -> float:
     if not run.config.eval_interval:
         return 0.0
     windows = evaluated_windows(run.data, run.config)
-    some = min(run.rows_at_once * world().size, windows)
+    some = min(run.rows_at_once * run.hardware.processes, windows)
     validation_loss(run, some)
     run.hardware.synchronize()
     began = time.perf_counter()

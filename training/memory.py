@@ -17,7 +17,6 @@ from common.errors import MemoryExhausted, is_out_of_memory
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
 from common.output import byte_size, log
-from common.script import world
 from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -25,7 +24,7 @@ from training.config import Config
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, group_by_rule
-from training.parallel import max_over_ranks
+from training.parallel import max_over_processes
 from training.run import Run
 from training.state import Fitted
 
@@ -80,7 +79,7 @@ def estimate_micro_batch(config: Config, model: TransformerLanguageModel, hardwa
 
 def smallest_rows(rows: int) -> int:
     """Return the smallest micro-batch of all processes."""
-    (negative,) = max_over_ranks(-rows)
+    (negative,) = max_over_processes(-rows)
     return -int(negative)
 
 
@@ -154,11 +153,11 @@ def count_held_bytes(data: TokenData, hardware: Hardware) -> int:
 
 def describe_out_of_memory(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
     """Return the error message for a step that does not fit, with what would help."""
-    if world().size > 1 and rows > 1:
+    if hardware.processes > 1 and rows > 1:
         return (
-            f"One of {world().size} processes ran out of memory with {rows} sequences at once. Add --micro_batch_size "
-            f"{rows // 2} to the same command; the result is the same{EXCEPT_DROPOUT if config.dropout else ''}. Saved "
-            "checkpoints are intact."
+            f"One of {hardware.processes} processes ran out of memory with {rows} sequences at once. Add "
+            f"--micro_batch_size {rows // 2} to the same command; the result is the same"
+            f"{EXCEPT_DROPOUT if config.dropout else ''}. Saved checkpoints are intact."
         )
     others = ""
     with contextlib.suppress(Exception):  # memory may run out here, too

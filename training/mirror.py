@@ -25,7 +25,7 @@ from typing import Any
 
 from common.checkpoint import BASE, BEST, make_entry, read_manifest, step_of
 from common.errors import CheckpointError, ConfigError
-from common.files import RECORDS_FOLDER, read_json, write_json
+from common.files import RECORDS_FOLDER, read_json, sync_directory, write_json
 from common.output import duration, log
 from training.records import RECORDS
 from training.stop import Stop
@@ -277,8 +277,9 @@ class Mirror:
         gone, OtherRunError if it belongs to another run, OSError if it cannot be written."""
         if self.copies_are_gone:
             raise CheckpointError(f"{self.dir / RUN_MARKER} is missing. If the disk was unmounted, mount it again")
-        self.root.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
-        self.dir.mkdir(exist_ok=True)
+        for folder in (self.root, self.dir):
+            folder.mkdir(exist_ok=True)  # parents are not made: they are missing if the disk is unmounted
+            sync_directory(folder.parent)
         marked_id, run_id = self.store.marker().get("run_id"), self.store.run_id
         # A kill may have come before the first copy.
         if marked_id is None or (marked_id != run_id and not self.store.steps()):

@@ -16,7 +16,7 @@ from common.machine import has_fast_bf16
 from model import TransformerLanguageModel, require_shapes
 from model_config import ModelConfig
 from training.config import Config
-from training.parallel import map_over_ranks
+from training.parallel import map_over_processes
 
 ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
 NEWTON_SCHULZ_STEPS = 5
@@ -183,7 +183,7 @@ def _orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
         for parts, pieces in zip(map(list, zip(*split, strict=True)), matrices.split(rows, dim=1), strict=True):
             alike[pieces.shape[1:]].append((parts, pieces, group))
     for shape, same in alike.items():
-        orthogonal = map_over_ranks(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
+        orthogonal = map_over_processes(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
         for parts, _, group in same:
             updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
             yield parts, updates, _update_scale(*shape), group

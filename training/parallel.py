@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -23,12 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import ConfigError, ProcessLost, UserError
 from common.machine import pick_device
-from common.script import World, is_rank_0, world
+from common.script import World, is_main_process, world
 
 if TYPE_CHECKING:
     from training.config import Config
 
-RANK_0_TIMEOUT = datetime.timedelta(days=30)  # rank 0 tokenizes and answers prompts alone, which may take long
+MAIN_PROCESS_TIMEOUT = datetime.timedelta(days=30)  # rank 0 tokenizes and answers prompts alone, which may take long
 HINT_SECONDS = 5.0
 TIMEOUT_SECONDS = 600.0  # if processes wait longer for one of them, the job ends
 
@@ -50,8 +50,8 @@ class Group:
             dist.init_process_group("gloo", timeout=timeout)
         hint.cancel()
         self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # works while the GPUs are busy
-        self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
-        self.in_rank_0_only = False  # inside `on_rank_0`
+        self.patient_hosts = dist.new_group(backend="gloo", timeout=MAIN_PROCESS_TIMEOUT)
+        self.in_main_process_only = False  # inside `on_main_process`
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torchrun's store, which outlives this process
         store = TCPStore(address, port, is_master=False, wait_for_workers=False)
@@ -98,6 +98,15 @@ def process_group(config: Config) -> Iterator[None]:
         _exit_together(error, ranks)
     finally:
         GROUP = None
+
+
+def require_single_process() -> None:
+    """Raise ConfigError under torchrun, for a command that chooses the model."""
+    if world().size > 1:
+        raise ConfigError(
+            "--input and --minutes alone choose the model in a single process only. Run this command once without "
+            "torchrun and with --dry_run, then give torchrun the shape that it prints, as flags."
+        )
 
 
 def join(config: Config, ranks: World) -> Group:
@@ -149,17 +158,17 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def on_rank_0(make: Callable[[], T]) -> T:
+def on_main_process(make: Callable[[], T]) -> T:
     """Run `make` on rank 0 and broadcast its result; the other ranks wait. If it raises, the others exit too.
 
     Do not nest calls: inside `make`, the other ranks do not receive.
     """
     if GROUP is None:
         return make()
-    assert not GROUP.in_rank_0_only, "on_rank_0 inside on_rank_0"
+    assert not GROUP.in_main_process_only, "on_main_process inside on_main_process"
     sent: list[Any] = [None, None]
-    if is_rank_0():
-        GROUP.in_rank_0_only = True
+    if is_main_process():
+        GROUP.in_main_process_only = True
         try:
             sent[0] = make()
         except BaseException as error:
@@ -168,7 +177,7 @@ def on_rank_0(make: Callable[[], T]) -> T:
             dist.broadcast_object_list(sent, 0, GROUP.patient_hosts)
             raise
         finally:
-            GROUP.in_rank_0_only = False
+            GROUP.in_main_process_only = False
     dist.broadcast_object_list(sent, 0, GROUP.patient_hosts)
     if sent[1] is not None:
         raise sent[1]
@@ -177,23 +186,32 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 def any_process(*flags: bool) -> list[bool]:
     """Return for each flag whether it is true in any process. An all-reduce between hosts, so no GPU is waited for."""
-    return [bool(flag) for flag in max_over_ranks(*flags)]
+    return [bool(flag) for flag in max_over_processes(*flags)]
 
 
-def max_over_ranks(*numbers: float) -> list[float]:
+def max_over_processes(*numbers: float) -> list[float]:
     """Return each number's maximum over all processes. An all-reduce between hosts, so no GPU is waited for."""
-    if GROUP is None or GROUP.in_rank_0_only:
+    if GROUP is None or GROUP.in_main_process_only:
         return list(numbers)
     held = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
     return held.tolist()
 
 
-def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
+def sum_over_processes(number: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all processes, in place."""
     if GROUP is not None:
         dist.all_reduce(number)
     return number
+
+
+def mean_over_processes(number: torch.Tensor) -> torch.Tensor:
+    return number if GROUP is None else sum_over_processes(number) / world().size
+
+
+def own_seed(seed: int) -> int:
+    """Return a seed that is different in each process."""
+    return seed + (world().rank << 53)
 
 
 def own_rows(rows: int) -> tuple[int, int]:
@@ -218,7 +236,7 @@ def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> co
     return getattr(step_model, "no_sync", contextlib.nullcontext)() if enabled else contextlib.nullcontext()
 
 
-def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+def map_over_processes(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
     """Return `work(batch)` for N independent entries, (N, ...) -> (N, ...). Each process computes a share, and all get
     the whole result (all-gather)."""
     if GROUP is None:
@@ -234,8 +252,8 @@ def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Te
     return torch.cat(parts)[: len(batch)]
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-    """Overwrite the tensors with those of rank `source`, in place."""
+def copy_from_main_process(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite the tensors with those of the main process, in place."""
     if GROUP is not None:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), source)
+            dist.broadcast(tensor.detach(), 0)

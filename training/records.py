@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.files import RECORDS_FOLDER, atomic_write
+from common.files import RECORDS_FOLDER, atomic_write, flush_file, sync_directory
 from common.output import cell, shorten, table_row
 from common.validation import STRICT, build
 
@@ -97,6 +97,16 @@ def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
         except OSError as problem:
             reason = _describe_error(problem)
             print(f"Warning: {path} cannot be rewound to step {step:,} ({reason}); the training goes on.")
+
+
+def flush_records(run_dir: Path) -> None:
+    """Flush the rows to disk, before a checkpoint that goes on from them. Errors are ignored, because the next row
+    will warn."""
+    for name in (METRICS, SAMPLES):
+        with contextlib.suppress(OSError):
+            flush_file(run_dir / name)
+    with contextlib.suppress(OSError):
+        sync_directory(run_dir)
 
 
 def describe_unwritable(path: Path, problem: Exception) -> str:

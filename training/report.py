@@ -12,7 +12,7 @@ import torch
 
 from common.errors import INTERRUPTED
 from common.output import LOG_INTERVAL_SECONDS, duration, is_interactive, log, progress_bar, si
-from common.script import is_rank_0
+from common.script import is_main_process
 from training.clock import Clock
 from training.evaluate import EVALUATION_SPEEDUP, Answer, Evaluation, accuracy, evaluated_windows, perplexity
 from training.records import (
@@ -53,7 +53,7 @@ class Report:
         self.next_line = 0.0
         self.next_curve = time.perf_counter() + CURVE_INTERVAL_SECONDS
         self.has_new_point = False  # the curve lacks a validation loss
-        self.is_rank_0 = is_rank_0()  # only rank 0 writes
+        self.is_main_process = is_main_process()  # the others do not write
         self.warned: set[str] = set()  # files with a warning that they cannot be written
         self.has_warned_of_programs = False
         self.reported_skips = run.state.skipped_updates
@@ -63,7 +63,7 @@ class Report:
             initial=run.state.step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
-        tracked = run.config if self.is_rank_0 else replace(run.config, tracker=None)
+        tracked = run.config if self.is_main_process else replace(run.config, tracker=None)
         self.tracker = Tracker(tracked, run.dir, run.state.run_id, run.state.step)
 
     def __enter__(self) -> Report:
@@ -203,7 +203,7 @@ class Report:
         """Append a row to metrics.jsonl. Redraw the curve now and then if there is a new validation loss."""
         self.append(self.run.dir / METRICS, format_metrics(row))
         self.tracker.log(row)
-        self.has_new_point |= "val_loss" in row and self.is_rank_0
+        self.has_new_point |= "val_loss" in row and self.is_main_process
         if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.update_curve()
 
@@ -224,7 +224,7 @@ class Report:
         self.tracker.log_samples(sample)
 
     def append(self, path: Path, text: str) -> None:
-        if not self.is_rank_0:
+        if not self.is_main_process:
             return
         try:
             with open(path, "a", encoding="utf-8", errors="replace") as file:

@@ -27,17 +27,17 @@ from common.checkpoint import (
     step_of,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import RECORDS_FOLDER, atomic_write, free_space, sha256_file
+from common.files import RECORDS_FOLDER, atomic_write, free_space, make_folder, sha256_file
 from common.lora import LoRA, lora_of, read_lora
 from common.output import byte_size, log
-from common.script import is_rank_0, world
+from common.script import is_main_process
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.choice import write_choice
 from training.config import Config, scope_of
 from training.data import COMPANION_KEY
 from training.mirror import Mirror
-from training.parallel import any_process, broadcast_tensors, on_rank_0
+from training.parallel import any_process, copy_from_main_process, on_main_process
 from training.records import RECORDS, SUMMARY, rewind
 from training.run import Run
 from training.saver import write_config
@@ -185,7 +185,7 @@ def _copy_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previ
         is_lost = mirror is not None and bool(find_problems(store.dir / BEST))
         bests = mirror.store.best_copies() if mirror is not None and is_lost else []
     else:
-        store.steps_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(store.steps_dir)
         if previous.is_own:
             target = store.step_path(step_of(folder))
             if _try_copy(partial(store.copy, folder, target.name), folder, store):
@@ -225,12 +225,12 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
 
     Raises CheckpointError if the checkpoint belongs to another model or other data.
     """
-    run.state, scaler, has_summary = on_rank_0(lambda: _open_run(run, previous))
+    run.state, scaler, has_summary = on_main_process(lambda: _open_run(run, previous))
     run.checkpoint_step = run.state.step
     run.skips[0] = run.state.skipped_updates
-    if world().size > 1:
+    if run.hardware.processes > 1:
         run.scaler.load_state_dict(scaler)
-        _broadcast_from_rank_0(run)
+        _copy_to_all_processes(run)
     return has_summary and run.is_done
 
 
@@ -250,14 +250,14 @@ def _open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any],
             write_choice(run.config, new)
 
         set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, write_new)
-    run.dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run.dir)
     return state, run.scaler.state_dict(), (run.dir / SUMMARY).is_file()
 
 
 def prepare_run_folder(run: Run) -> None:
-    """Write config.json, and rewind the records to the step that the run continues from. Rank 0 does this. Print a
+    """Write config.json, and rewind the records to the step that the run continues from, in the main process. Print a
     warning if the disk is too small for the run."""
-    if not is_rank_0():
+    if not is_main_process():
         return
     write_config(run, run.dir)
     write_choice(run.config, run.dir)
@@ -343,10 +343,11 @@ def _read_run_best(run: Run) -> TrainState | None:
     return read_best_state(best)
 
 
-def _broadcast_from_rank_0(run: Run) -> None:
-    """Broadcast what rank 0 has loaded. Raises CheckpointError if the checkpoints are on another machine."""
-    broadcast_tensors(list(run.model.state_dict().values()))
-    broadcast_tensors(list(run.optimizer.tensors().values()))
+def _copy_to_all_processes(run: Run) -> None:
+    """Copy what the main process has loaded to the others. Raises CheckpointError if the checkpoints are on another
+    machine."""
+    copy_from_main_process(run.model.state_dict().values())
+    copy_from_main_process(run.optimizer.tensors().values())
     steps = step_folders(run.dir / "checkpoints") if run.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(steps) and run.state.step == 0)
     if is_elsewhere:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import BEST, BYTES_PER_PARAMETER, Checkpoint
-from common.script import is_rank_0
+from common.script import is_main_process
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import MODEL_KEYS, Config
@@ -20,7 +20,7 @@ from training.data import TokenData
 from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
-from training.parallel import broadcast_tensors
+from training.parallel import copy_from_main_process
 from training.schedule import epoch_sequences, learning_rate, progress, steps_left, total_steps
 from training.state import TrainState
 
@@ -49,7 +49,7 @@ class Run:
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    mirror: Mirror | None = None  # rank 0 only
+    mirror: Mirror | None = None  # in the main process only
 
     def __post_init__(self) -> None:
         self.optimizer: Optimizer = build_optimizer(self.model, self.config)
@@ -149,9 +149,9 @@ class Run:
         """Use the weights of best/ inside. They were verified when the run was resumed. Every process must enter."""
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
-            if is_rank_0():
+            if is_main_process():
                 Checkpoint(self.dir / BEST).load_weights(self.model)
-            broadcast_tensors(list(self.model.state_dict().values()))
+            copy_from_main_process(self.model.state_dict().values())
             yield
         finally:
             self.model.load_state_dict(current)

@@ -22,13 +22,13 @@ from common.errors import CheckpointError
 from common.files import describe_session, json_bytes, write_json
 from common.machine import available_ram
 from common.output import log
-from common.script import is_rank_0
+from common.script import is_main_process
 from common.tensors import Content, to_cpu
 from training.clock import Clock
 from training.config import MODEL_KEYS
 from training.memory import suppress_out_of_memory
-from training.parallel import on_rank_0
-from training.records import CONFIG
+from training.parallel import on_main_process
+from training.records import CONFIG, flush_records
 from training.run import Run
 from training.schedule import epoch_sequences
 from training.state import Saved
@@ -80,7 +80,7 @@ class Saver:
             if self.run.mirror is not None:
                 self.run.mirror.close()
         if kind is None:
-            on_rank_0(self.require_not_overtaken)
+            on_main_process(self.require_not_overtaken)
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for what is written and copied. If an error ends the training, errors of saving are only logged."""
@@ -128,7 +128,7 @@ class Saver:
         """Whether a run with a companion has just come to its own text, and its weights are not kept yet."""
         switch = self.run.state.switch
         is_there = switch is not None and switch.sequences == self.run.state.sequences_seen
-        return is_there and is_rank_0() and not self.store.path_of(BASE).exists()
+        return is_there and is_main_process() and not self.store.path_of(BASE).exists()
 
     @property
     def minutes_passed(self) -> bool:
@@ -167,7 +167,7 @@ class Saver:
 
     def save(self) -> None:
         """Begin to write a checkpoint of this step and, as due, best/ and base/, which are made from it. With several
-        processes, rank 0 writes.
+        processes, the main one writes.
 
         Raises ConfigError if a weight is not finite: a good checkpoint must not be deleted for a useless one.
         """
@@ -184,7 +184,7 @@ class Saver:
                 self.best_saved = time.monotonic()
             if is_copied:
                 self.last_saved = time.monotonic()
-            if is_rank_0():
+            if is_main_process():
                 self.join()
                 if (snapshot := self.take_snapshot()) is None:
                     self.write(state.step, _build_snapshot(run, copy=False), also, is_copied)  # the training waits
@@ -194,6 +194,7 @@ class Saver:
     def write(self, step: int, snapshot: Snapshot, also: Sequence[str], is_copied: bool) -> None:
         """Write a checkpoint and the weights that are made from it, and delete old checkpoints."""
         began, folder = time.perf_counter(), self.store.step_path(step)
+        flush_records(self.store.dir)
         self.store.save(snapshot, folder, also)
         self.clock.write_seconds = time.perf_counter() - began
         self.store.delete_older(step)

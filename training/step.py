@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from common.errors import ConfigError
-from common.script import world
 from model import IGNORE_INDEX
 from training import parallel
 from training.optimizer import apply_hyperparameters, gradient_norm, update_parameters
@@ -42,14 +41,15 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
     """Forward and backward pass of a batch, this process's share of a step, in micro-batches. Return the mean loss over
     the whole step, ().
 
-    Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random state.
+    Dropout's random stream depends on seed, step and process only, so a resumed run needs no saved random state.
     """
     config, scaler = run.config, run.scaler
     rows = run.rows_at_once
     if config.dropout:
-        _seed_dropout(run.data.device, config.seed * 1_000_003 + run.state.step + (world().rank << 53))
+        _seed_dropout(run.data.device, parallel.own_seed(config.seed * 1_000_003 + run.state.step))
     count = len(batch[0])
-    weights = loss_weights(batch[1], rows, run.data.layout.has_mask, config.sequences_per_step)
+    sequences = config.sequences_per_step / run.hardware.processes
+    weights = loss_weights(batch[1], rows, run.data.layout.has_mask, sequences)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     if run.captured is not None:
         return run.captured.accumulate((pad_rows(part, run.captured.rows) for part in micro_batches), weights)
@@ -61,7 +61,7 @@ def accumulate(run: Run, batch: Batch) -> torch.Tensor:
             loss = loss * weight
             scaler.scale(loss).backward()
         total += loss.detach()
-    return parallel.all_reduce_sum(total) / world().size
+    return parallel.mean_over_processes(total)
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
@@ -75,18 +75,18 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: int) -> list[float | torch.Tensor]:
+def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: float) -> list[float | torch.Tensor]:
     """Return the weight of each micro-batch's mean loss in the mean loss of a step, so that the micro-batch size does
     not matter. With a mask, micro-batches differ in their number of targets.
 
-    targets: (B, T), this process's share; `sequences`: of all processes. Weights include the number of processes,
-    because the all-reduce takes the mean over processes.
+    targets: (B, T), this process's share; `sequences`: the mean of all shares. The mean over processes is the mean loss
+    of the step.
     """
     if not has_mask:
         count = len(targets)
-        return [world().size * min(rows, count - first) / sequences for first in range(0, count, rows)]
+        return [min(rows, count - first) / sequences for first in range(0, count, rows)]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
-    return list(world().size * counts / parallel.all_reduce_sum(counts.sum()))
+    return list(counts / parallel.mean_over_processes(counts.sum()))
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from common.errors import is_out_of_memory
-from common.script import is_rank_0, world
+from common.script import is_main_process, world
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 DOUBLE_SIGNAL_SECONDS = 2.0
@@ -68,7 +68,7 @@ class Stop:
             abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_STEP_SECONDS)
             action = "Stopping now, and saving what is finished" if abandons else self.message
             with contextlib.suppress(OSError):  # print may be interrupted by this handler, or the terminal gone
-                if is_rank_0():
+                if is_main_process():
                     os.write(2, f"\n{action}. Another signal after two seconds stops at once.\n".encode())
             if abandons:
                 raise Abandoned

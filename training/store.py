@@ -38,6 +38,7 @@ from common.files import (
     RECORDS_FOLDER,
     describe_holder,
     locked,
+    make_folder,
     nearest_existing,
     read_json,
     sync_directory,
@@ -103,14 +104,14 @@ class Store:
         return [self.path_of(name)]
 
     def write_folder(self, target: Path, fill: Callable[[Path], None]) -> None:
-        """Create or replace the folder `target`; `fill` writes its files into a temporary folder. Raises what `fill`
-        raises, and OSError, also if the parent is missing; an existing folder is then unchanged."""
+        """Create or replace the folder `target`. `fill` writes its files into a temporary folder; the manifest is the
+        last, and flushes the folder to disk. Raises what `fill` raises, and OSError, also if the parent is missing; an
+        existing folder is then unchanged."""
         temporary, replaced = (target.with_name(f".{kind}-{target.name}") for kind in ("tmp", "old"))
         try:
             self.delete(temporary)
             temporary.mkdir()  # parents are not made: they are missing if a disk is unmounted
             fill(temporary)
-            sync_directory(temporary)
             if target.exists():
                 os.replace(target, replaced)
             os.replace(temporary, target)
@@ -129,7 +130,7 @@ class Store:
                 self.write_folder(self.path_of(name), lambda weights: link_weights(folder, weights))
 
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             self.write_folder(target, fill)
         except (OSError, safetensors.SafetensorError) as problem:
             is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -281,7 +282,7 @@ def set_aside(store: Store, mirror: Store | None, write_new: Callable[[dict[Path
     new, moves = new_run_path(store.dir), _choose_names_aside(store, mirror)
     if moves:
         shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
+        make_folder(new)
         write_new(moves, new)
         _put_in_place(store.dir, moves)
 
@@ -331,6 +332,7 @@ def _put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
     for folder, aside in moves.items():
         try:
             os.replace(folder, aside)
+            sync_directory(folder.parent)
         except OSError as problem:  # a mount point, or a read-only disk
             raise CheckpointError(
                 f"The run in {folder} could not be renamed to {aside} ({problem.strerror}). Choose another folder, or "
@@ -367,7 +369,7 @@ def link_weights(checkpoint: Path, target: Path) -> None:
 
 
 def copy_files(paths: Iterable[Path], target: Path) -> None:
-    """Copy files into a folder."""
+    """Copy files into a folder, and flush them to disk."""
     with contextlib.ExitStack() as stack:
         # Open all files first: an open file stays readable if its folder is deleted.
         sources = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
@@ -377,6 +379,7 @@ def copy_files(paths: Iterable[Path], target: Path) -> None:
                 shutil.copyfileobj(source, file, COPY_BLOCK_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
+    sync_directory(target)
 
 
 def lacks_summary(copies: Iterable[Path], records: Sequence[Path]) -> bool:

@@ -14,7 +14,7 @@ from common.checkpoint import BASE, open_checkpoint
 from common.errors import CheckpointError, DataError
 from common.files import atomic_write
 from common.output import cell, duration, log, plural, printable, si, table_row
-from common.script import is_rank_0
+from common.script import is_main_process
 from generation.loading import load_checkpoint
 from generation.passages import (
     Difference,
@@ -68,7 +68,7 @@ def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
     samples = write_samples(run, deadline) if run.config.eval_interval and not answers else []
     if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
         report.add_samples(samples)
-    if is_rank_0():
+    if is_main_process():
         _write_summary(run, report, answers, samples)
 
 

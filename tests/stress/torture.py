@@ -1,10 +1,12 @@
-"""Kill tokenizations and trainings at random moments, damage and delete their files, and check that nothing is lost.
+"""Kill tokenizations and trainings at random moments, cut the power, damage and delete their files, and check that
+nothing is lost.
 
     python tests/stress/torture.py --kills 1000
 
 Real processes, real signals, real files. A round tokenizes a text and trains a tiny model with a mirror, in as many
-sessions as it needs. Its result must equal the result of an undisturbed round to the last bit. Sometimes a second
-machine, with its own disk and clock, trains the run while the first one sleeps or works.
+sessions as it needs, every third round with a companion. Its result must equal the result of an undisturbed round to
+the last bit. Sometimes a second machine, with its own disk and clock, trains the run while the first one sleeps or
+works.
 """
 
 from __future__ import annotations

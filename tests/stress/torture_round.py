@@ -1,4 +1,5 @@
-"""A round of `torture.py`: sessions that tokenize a text and train on it, while it kills, disturbs and damages them."""
+"""A round of `torture.py`: sessions that tokenize a text and train on it, while it kills, cuts the power, disturbs and
+damages them."""
 
 from __future__ import annotations
 
@@ -29,10 +30,8 @@ import train_colab_mmap
 from benchmarks.measure import flag_words
 from common.checkpoint import Checkpoint, find_problems, step_folders, step_of
 from common.files import RECORDS_FOLDER, sha256_file
-from training import (
-    mirror,
-    store,
-)
+from tests.kills import PowerCut, take_away
+from training import mirror, store
 from training.text import EXAMPLES_DIR
 
 STEPS = 60
@@ -40,10 +39,11 @@ TEXT_BYTES = 60_000
 CLOCK = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # different in any two runs
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
-LATEST = 0.7  # seconds after its start, a training is disturbed; it takes about two
+SHARE = 0.4  # of its time after which a training is disturbed at the latest, so that it is disturbed often
 LONGEST_SESSION = 120.0  # seconds, then it hangs
 RETRY_SECONDS = 5.0  # on a full disk; for users half a minute, who may make room
 CLOCKS_APART = 300.0  # seconds at most
+NEVER = 10**9  # operations on files; a power cut comes at a moment instead
 
 
 @dataclass
@@ -68,8 +68,9 @@ class Session:
     log: Path
     machine: Machine | None = None  # None: this one
 
-    def start(self, largest_file: int | None = None) -> int:
-        """Returns the process id. Writing a file beyond `largest_file` bytes fails, like on a full disk."""
+    def start(self, largest_file: int | None = None, cut: PowerCut | None = None) -> int:
+        """Returns the process id. Writing a file beyond `largest_file` bytes fails, like on a full disk. `cut`: writes
+        down what is on the disk."""
         self.log.unlink(missing_ok=True)  # of the last session: a kill may come before this one opens its own
         pid = os.fork()
         if pid:
@@ -83,6 +84,9 @@ class Session:
                 self.machine.become()
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+            os.chdir(self.log.parent)
+            if cut is not None:
+                cut()
             code = self.main(self.argv)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -110,28 +114,33 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 class Round:
-    """A text, tokenized and trained on in its own folder."""
+    """A text, tokenized and trained on in its own folder, or by the trainer, with a companion."""
 
-    def __init__(self, folder: Path, moments: random.Random, tally: Tally, has_two_machines: bool = False):
+    def __init__(self, folder: Path, texts: list[Path], moments: random.Random, tally: Tally, has_two_machines: bool):
         self.folder, self.moments, self.tally, self.has_two_machines = folder, moments, tally, has_two_machines
+        self.text, *self.companion = texts
         self.tokens, self.disk, self.drive = folder / "tokens", folder / "disk", folder / "drive"
         self.run = self.disk / "run"
         (self.drive / "MyDrive").mkdir(parents=True)
         self.disk.mkdir()
 
-    def tokenizing(self, text: Path) -> Session:
-        flags = ["--input", str(text), "--output_dir", str(self.tokens), "--vocab_size", "300"]
+    def tokenizing(self) -> Session:
+        flags = ["--input", str(self.text), "--output_dir", str(self.tokens), "--vocab_size", "300"]
         return Session(
             tokenize_local_bpe.main, [*flags, "--chunk_size_mb", "0.002", "--num_workers", "1"], self.folder / "log"
         )
 
     def training(self, machine: Machine | None = None) -> Session:
         flags: dict[str, Any] = {
-            "data_dir": self.tokens, "output_dir": self.run, "checkpoint_dir": self.copies.parent, "device": "cpu",
+            "output_dir": self.run, "checkpoint_dir": self.copies.parent, "device": "cpu",
             "num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "dropout": 0.1, "batch_size": 4,
             "max_steps": STEPS, "log_interval": 1, "eval_interval": 10, "eval_batches": 4, "checkpoint_steps": 4,
             "checkpoint_interval": 0, "checkpoint_minutes": 0, "compile": "off",
         }  # fmt: skip
+        if self.companion:
+            flags |= {"input": self.text, "companion": self.companion[0], "vocab_size": 300}
+        else:
+            flags["data_dir"] = self.tokens
         log = self.folder / ("log" if machine is None else f"log of {machine.name}")
         return Session(train_colab_mmap.main, flag_words(flags), log, machine)
 
@@ -139,19 +148,25 @@ class Round:
     def copies(self) -> Path:
         return self.drive / "MyDrive" / "copies" / self.run.name
 
-    def finish(self, text: Path) -> None:
-        """Finish undisturbed."""
-        for session in (self.tokenizing(text), self.training()):
+    def sessions(self) -> dict[str, Session]:
+        return ({} if self.companion else {"tokenizing": self.tokenizing()}) | {"training": self.training()}
+
+    def finish(self) -> list[float]:
+        """Finish undisturbed. Return the seconds that each session took."""
+        seconds = []
+        for session in self.sessions().values():
+            started = time.monotonic()
             code = wait(session.start(), LONGEST_SESSION)
             if code != 0:
                 raise RuntimeError(f"an undisturbed session ended with {code}:\n{session.output()}")
+            seconds.append(time.monotonic() - started)
+        return seconds
 
-    def suffer(self, text: Path, tokenizing_seconds: float) -> None:
-        """Finish in spite of kills and damage. Undisturbed, tokenizing takes `tokenizing_seconds`."""
-        while not self.disturb("tokenizing", self.tokenizing(text), 1.1 * tokenizing_seconds):
-            pass
-        while not self.disturb("training", self.training(), LATEST):
-            pass
+    def suffer(self, seconds: list[float]) -> None:
+        """Finish in spite of kills and damage. Undisturbed, the sessions take these `seconds`."""
+        for (name, session), latest in zip(self.sessions().items(), seconds, strict=True):
+            while not self.disturb(name, session, 1.1 * latest if name == "tokenizing" else SHARE * latest):
+                pass
 
     def disturb(self, name: str, session: Session, latest: float) -> bool:
         """One session, disturbed at a random moment up to `latest` seconds. True if it finished everything."""
@@ -160,18 +175,23 @@ class Round:
             self.lose_something()
             expected = max(whole(self.run / "checkpoints") | whole(self.copies), default=0)
         what = self.moments.choices(
-            ["kill", "stop signal", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10]
+            ["kill", "power cut", "stop signal", "full disk", "unmount", "two machines"], [60, 25, 10, 5, 5, 10]
         )[0]
         if name == "tokenizing" and what in ("stop signal", "unmount", "two machines"):
             what = "kill"  # it handles no signals and has no mirror
         if what == "two machines" and not self.has_two_machines:
             what = "kill"
         limit = self.moments.randrange(1, 60_000) if what == "full disk" else None
-        pid = session.start(limit)
+        disk = self.folder.with_name(f"{self.folder.name}.disk")
+        cut = PowerCut(NEVER, (self.folder,), disk=disk) if what == "power cut" else None
+        pid = session.start(limit, cut)
         code = None if what == "full disk" else wait(pid, self.moments.uniform(0.0, latest))
         if code is None and what == "kill":
             os.kill(pid, signal.SIGKILL)
             self.tally.counts[f"SIGKILL while {name}"] += 1
+        elif code is None and what == "power cut":
+            os.kill(pid, signal.SIGKILL)
+            self.tally.counts[f"power cuts while {name}"] += 1
         elif code is None and what == "stop signal":
             os.kill(pid, self.moments.choice(STOP_SIGNALS))
             self.tally.counts["signals that ask to stop"] += 1
@@ -189,6 +209,8 @@ class Round:
         if what == "full disk" and code != 0:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
+        if cut is not None and disk.exists():
+            take_away(self.folder, disk, keeps_names=self.moments.random() < 0.5)
         # After these, copies may be missing; the next session writes them.
         return code == 0 and what not in ("full disk", "unmount", "two machines")
 
@@ -211,7 +233,7 @@ class Round:
         others = [session.start() for session in sessions]
         for number, (session, other) in enumerate(zip(sessions, others, strict=True)):
             what = self.moments.choice(["kill", "stop signal", "nothing"])
-            code = wait(other, self.moments.uniform(0.0, 3 * LATEST))
+            code = wait(other, self.moments.uniform(0.0, 2.0))
             if sleeps and number == 0 and self.moments.random() < 0.3:
                 os.kill(pid, signal.SIGCONT)
                 self.tally.counts["woken beside another machine"] += 1
@@ -302,10 +324,13 @@ def result(of: Round) -> dict[str, str]:
     final, copies = of.run / "checkpoints" / name, list(of.copies.glob(f"{name}-*"))
     scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := store.read_best_state(copy))]
     winners = [copy for copy, score in scored if not any(store.is_better(other, score) for _, other in scored)]
-    files = {path.name: [path] for path in of.tokens.iterdir() if "metadata" not in path.name}
+    tokens = [path for folder in ("tokens", "datasets_cache") for path in (of.folder / folder).glob("**/*.bin")]
+    files = {f"{path.parent.name}/{path.name}": [path] for path in tokens if not path.parent.name.startswith(".")}
     files |= {f"{name} at the end": [final / name] for name in ("model.safetensors", "optimizer.safetensors")}
     files |= {"copies at the end": [copy / "optimizer.safetensors" for copy in copies]}
-    files |= {"best": [best / "model.safetensors"], "copies of best": [copy / "model.safetensors" for copy in winners]}
+    bases = [path / "model.safetensors" for path in (of.run / "base", *of.copies.glob("base-*"))]
+    files |= {"base": bases, "best": [best / "model.safetensors"]}
+    files |= {"copies of best": [copy / "model.safetensors" for copy in winners]}
     found = {key: distinct([sha256_file(path) for path in paths if path.exists()]) for key, paths in files.items()}
     found["metrics"] = distinct([rows_of(of.run)])
     # A session that was stopped in the last evaluation copied its last step, too.
@@ -329,22 +354,24 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
     """Rounds in the folder `scratch` until there are enough kills. Returns their number and what happened."""
     prepare_to_fork()
     tally, moments = Tally(), random.Random(seed)
-    text = scratch / "text.txt"
+    texts = [scratch / "text.txt", scratch / "companion.txt"]
     has_two_machines = is_possible(scratch)
     if not has_two_machines:
         print("Note: this system forbids namespaces, so no second machine trains.", flush=True)
-    text.write_bytes(gzip.decompress((EXAMPLES_DIR / "conversations.txt.gz").read_bytes())[:TEXT_BYTES])
-    unbroken = Round(scratch / "unbroken", moments, tally)
-    started = time.monotonic()
-    wait(unbroken.tokenizing(text).start(), LONGEST_SESSION)
-    seconds = time.monotonic() - started
-    unbroken.finish(text)
-    expected = result(unbroken)
+    content = gzip.decompress((EXAMPLES_DIR / "conversations.txt.gz").read_bytes())
+    texts[0].write_bytes(content[:TEXT_BYTES])
+    texts[1].write_bytes(content[-TEXT_BYTES:])
+    kinds = []  # the texts, the seconds and the result of an undisturbed round
+    for number in (1, 2):
+        unbroken = Round(scratch / f"unbroken_{number}", texts[:number], moments, tally, False)
+        kinds.append((texts[:number], unbroken.finish(), result(unbroken)))
     kills = rounds = 0
     while kills < least_kills:
         rounds += 1
-        suffering = Round(scratch / f"round_{rounds}", moments, tally, has_two_machines)
-        suffering.suffer(text, seconds)
+        with_companion = rounds % 3 == 0
+        given, seconds, expected = kinds[with_companion]
+        suffering = Round(scratch / f"round_{rounds}", given, moments, tally, has_two_machines)
+        suffering.suffer(seconds)
         for name, value in result(suffering).items():
             tally.require(value == expected[name], f"round {rounds}: {name} differs from the undisturbed round")
         kills = sum(count for name, count in tally.counts.items() if name.startswith("SIGKILL"))
