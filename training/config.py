@@ -345,7 +345,8 @@ class Config(ModelConfig, DataKeys):
                 for key in ("tokenizer", "vocab_size")
                 if where(key) == "flag"
             ]
-        if self.tokenizer == "char" and self.is_explicit("vocab_size"):
+        is_overruled = where("tokenizer") == "flag" and where("vocab_size") != "flag"
+        if self.tokenizer == "char" and self.is_explicit("vocab_size") and not is_overruled:
             problems.append("vocab_size has no effect with tokenizer char; leave it out")
         if self.min_lr > self.learning_rate and self.use_lr_scheduler != "constant":
             problems.append(

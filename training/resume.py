@@ -383,9 +383,11 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
 
 
 def _describe_text_change(run: Run, old: dict[str, Any]) -> str:
-    """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone."""
+    """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone, or if they were
+    made with another tokenizer."""
     config, tokens = run.config, find_tokens(str(old.get("tokens_sha256")))
-    if not config.input or config.resume_from or tokens is None:
+    is_same_tokenizer = old.get("tokenizer_sha256") == run.data.fingerprint["tokenizer_sha256"]
+    if not config.input or config.resume_from or tokens is None or not is_same_tokenizer:
         return ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
     return (

@@ -351,3 +351,10 @@ def test_minutes_need_a_rate_that_can_wait_to_fall() -> None:
 
 def test_flags_that_could_do_nothing_are_refused() -> None:
     assert "cooldown" in refusal("--cooldown", "0.5", "--use_lr_scheduler", "constant")
+
+
+def test_a_flag_overrules_what_was_chosen_though_it_makes_that_useless() -> None:
+    config = parse_config(["--input", "book", "--tokenizer", "char"], {"vocab_size": 512, "embed_dim": 64}, "the dial")
+    assert (config.tokenizer, config.embed_dim) == ("char", 64)
+    with pytest.raises(ConfigError, match="vocab_size has no effect"):
+        parse_config(["--input", "book", "--tokenizer", "char", "--vocab_size", "512"])

@@ -459,7 +459,8 @@ def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> No
         asked.append((first, rows))
         return data.train_windows(first, rows, switch)
 
-    reader = ReadAhead(reading(read), stride)
+    reader = ReadAhead(reading(read))
+    reader.stride = stride
     step = stride or 4
     for first in (0, step, 2 * step):
         reader.windows(first, 4)
