@@ -153,7 +153,7 @@ def train(attempt: Attempt, ends_process: bool) -> int | Attempt:
                             summarize(run, report, answers)
                             has_summary = True
                     saver.save_unsaved_step()  # after a signal, a limit, or running out of memory
-            if stop.out_of_memory and not stop.requested:
+            if stop.begins_again:
                 return halve_rows(run, replace(run.config, resume="auto"), clock.elapsed)
     if has_summary:
         return INTERRUPTED if stop.requested and not ends_process else 0

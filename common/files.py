@@ -24,7 +24,7 @@ from common.errors import UserError
 # Names of checkpoint folders. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
 STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
 RECORDS_FOLDER = "run"  # folder in each copy of a mirror
-CHECKPOINT_NAME = re.compile(rf"best|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
+CHECKPOINT_NAME = re.compile(rf"best|base|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
 
 
 @contextlib.contextmanager

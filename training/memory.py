@@ -224,7 +224,7 @@ def halve_rows(run: Run, config: Config, elapsed_seconds: float) -> Attempt:
 
     Raises MemoryExhausted if one sequence at a time does not fit.
     """
-    rows, state = run.rows_at_once, run.state
+    rows = run.rows_at_once
     if rows == 1:
         raise MemoryExhausted(describe_out_of_memory(run.config, run.shape, run.hardware, rows))
     if run.hardware.compiles:
@@ -234,8 +234,7 @@ def halve_rows(run: Run, config: Config, elapsed_seconds: float) -> Attempt:
         f"Out of memory with {rows} sequences at once. Continuing from step {run.checkpoint_step:,} with {fewer}, as "
         f"with --micro_batch_size {fewer}; the result is the same{EXCEPT_DROPOUT if run.config.dropout else ''}."
     )
-    saved_seconds = state.elapsed_seconds if run.checkpoint_step else 0.0
-    return Attempt(config, time.perf_counter() - elapsed_seconds + saved_seconds, fewer)
+    return Attempt(config, time.perf_counter() - elapsed_seconds + run.checkpoint_seconds, fewer)
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def start_or_resume(run: Run, previous: Previous) -> bool:
     Raises CheckpointError if the checkpoint belongs to another model or other data.
     """
     run.state, scaler, has_summary = on_main_process(lambda: _open_run(run, previous))
-    run.checkpoint_step = run.state.step
+    run.checkpoint_step, run.checkpoint_seconds = run.state.step, run.state.elapsed_seconds
     run.skips[0] = run.state.skipped_updates
     if run.hardware.processes > 1:
         run.scaler.load_state_dict(scaler)

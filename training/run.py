@@ -59,6 +59,7 @@ class Run:
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.checkpoint_step = 0  # the step of the newest checkpoint; a thread may still be writing it
+        self.checkpoint_seconds = 0.0  # `elapsed_seconds` in it
         self.dir: Path = self.config.run_dir  # a dry run uses a temporary folder
 
     @property

@@ -91,7 +91,7 @@ class Saver:
                 raise
             log.info(f"Warning: {problem}")
         finally:
-            if self.run.mirror is not None:
+            if self.run.mirror is not None and not self.stop.begins_again:
                 self.run.mirror.finish(self.stop)
 
     @property
@@ -177,32 +177,33 @@ class Saver:
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
             state.skipped_updates = int(run.skips[0])
-            run.checkpoint_step = state.step
+            run.checkpoint_step, run.checkpoint_seconds = state.step, state.elapsed_seconds
             also = [name for name, is_due in ((BEST, self.best_due), (BASE, self.needs_base)) if is_due]
             is_copied, self.checkpoint_due, self.best_due = self.checkpoint_due, False, False
-            if also:
+            if BEST in also:
                 self.best_saved = time.monotonic()
             if is_copied:
                 self.last_saved = time.monotonic()
             if is_main_process():
                 self.join()
+                what = (also, is_copied, run.took_last_step)
                 if (snapshot := self.take_snapshot()) is None:
-                    self.write(state.step, _build_snapshot(run, copy=False), also, is_copied)  # the training waits
+                    self.write(state.step, _build_snapshot(run, copy=False), *what)  # the training waits
                 else:
-                    self.pending_write = self.thread.submit(self.write, state.step, snapshot, also, is_copied)
+                    self.pending_write = self.thread.submit(self.write, state.step, snapshot, *what)
 
-    def write(self, step: int, snapshot: Snapshot, also: Sequence[str], is_copied: bool) -> None:
+    def write(self, step: int, snapshot: Snapshot, also: Sequence[str], is_copied: bool, is_last: bool) -> None:
         """Write a checkpoint and the weights that are made from it, and delete old checkpoints."""
         began, folder = time.perf_counter(), self.store.step_path(step)
         flush_records(self.store.dir)
         self.store.save(snapshot, folder, also)
         self.clock.write_seconds = time.perf_counter() - began
         self.store.delete_older(step)
-        if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or self.run.took_last_step:
+        if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or is_last:
             self.logged_at = time.monotonic()
             log.info(f"Saved {folder}")
         # A finished run is copied with its summary.
-        if self.run.mirror is not None and is_copied and not self.run.took_last_step:
+        if self.run.mirror is not None and is_copied and not is_last:
             self.run.mirror.request_copy()
 
     def take_snapshot(self) -> Snapshot | None:

@@ -59,6 +59,11 @@ class Stop:
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether the run begins again, with less memory."""
+        return self.out_of_memory and not self.requested
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
         if self.signals == 1:

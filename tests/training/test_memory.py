@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 import train_colab_mmap as script
+from common.checkpoint import Checkpoint
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, call_before, estimated, rows_of
-from tests.training.helpers import final_weights, measured, save_at_once, steps_of
+from tests.training.helpers import checkpoint_of, final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training import evaluate as evaluate_module
 from training import hardware as hardware_module
@@ -31,6 +33,7 @@ from training.memory import describe_out_of_memory
 from training.records import CONFIG, read_metrics
 from training.run import Run
 from training.saver import Saver
+from training.state import read_state
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 255 MB in such a process, one of 128 about 125: what is too much fails at
@@ -146,6 +149,19 @@ def test_memory_that_runs_out_later_changes_nothing_about_the_run(
     for ours, theirs in zip(rows, straight, strict=True):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
     assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 2
+
+
+def test_the_time_before_memory_ran_out_counts(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a continued run, before anything was saved."""
+    run = tmp_path / "run"
+    assert train(run, max_steps=6, log_interval=1).code == 0
+    before = read_state(Checkpoint(checkpoint_of(run, 6))).state.elapsed_seconds
+    call_before(monkeypatch, script, "prepare", lambda *_: time.sleep(1.0))
+    out_of_memory_once(monkeypatch, 1)
+    assert train(run, max_steps=8, log_interval=1).code == 0
+    assert read_state(Checkpoint(checkpoint_of(run, 8))).state.elapsed_seconds > before + 2.0
 
 
 def test_a_run_that_starts_over_keeps_its_new_folder(

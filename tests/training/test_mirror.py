@@ -21,6 +21,7 @@ from common.errors import CheckpointError
 from common.files import read_json, write_json
 from tests.helpers import call_before, flip, snapshot, wait_until
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
+from tests.training.test_memory import out_of_memory_once
 from training import mirror as mirror_module
 from training import stop
 from training import store as store_module
@@ -422,6 +423,20 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
     assert (result.code, steps_of(tmp_path / "run")[0]) == ((130, 9) if is_stopped else (0, 24))
     assert steps_of(tmp_path / "drive" / "run") == []
     assert "Waiting for the copy" in result.out and "not done within" in result.out
+
+
+def test_running_out_of_memory_does_not_wait_for_a_drive_that_hangs(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    back, before = threading.Event(), set(threading.enumerate())
+    out_of_memory_once(monkeypatch, 20)
+    with copying(lambda *_: back.wait(60)):
+        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    back.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert result.code == 0 and "Out of memory" in result.out
+    assert result.out.count("Waiting for the copy") == 1, "only at the end"
 
 
 # What is copied, and what is deleted
