@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link")
+HAS_BEGUN = "has_begun"  # a file on the `disk` of a power cut: what was there before is written down
 Site = tuple[str, int]  # file and line of a call
 
 
@@ -66,6 +67,7 @@ class PowerCut(Kill):
         self.disk.mkdir()
         for path in (self.folder, *self.folder.rglob("*")):
             self.keep(os.open(path, os.O_RDONLY))
+        (self.disk / HAS_BEGUN).touch()
         self.fsync = os.fsync
         os.fsync = self.sync
         super().__call__()
@@ -105,12 +107,14 @@ def read_sites(disk: Path) -> set[Site]:
 
 
 def take_away(folder: Path, disk: Path, keeps_names: bool) -> None:
-    """Leave in `folder` what was on the disk. `keeps_names`: only bytes are lost."""
-    after = folder.with_name(f"{folder.name}.after")
-    copy_disk(folder, disk, after, keeps_names)
-    shutil.rmtree(folder)
-    after.rename(folder)
-    shutil.rmtree(disk)
+    """Leave in `folder` what was on the disk. `keeps_names`: only bytes are lost. Without a `disk`, or if the process
+    ended before it had begun, nothing is lost."""
+    if (disk / HAS_BEGUN).exists():
+        after = folder.with_name(f"{folder.name}.after")
+        copy_disk(folder, disk, after, keeps_names)
+        shutil.rmtree(folder)
+        after.rename(folder)
+    shutil.rmtree(disk, ignore_errors=True)
 
 
 def copy_disk(folder: Path, disk: Path, target: Path, keeps_names: bool) -> None:

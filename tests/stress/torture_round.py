@@ -209,7 +209,7 @@ class Round:
         if what == "full disk" and code != 0:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
-        if cut is not None and disk.exists():
+        if cut is not None:
             take_away(self.folder, disk, keeps_names=self.moments.random() < 0.5)
         # After these, copies may be missing; the next session writes them.
         return code == 0 and what not in ("full disk", "unmount", "two machines")
