@@ -176,7 +176,8 @@ def encode_text(
         read = held_out.move_to_end(read)
     writer = encode(folder, tokenizer, read, settings, total_bytes)
     metadata = describe_tokens(folder, writer, tokenizer, report, settings, fingerprint)
-    log.info(report.describe_held_out(1 - metadata.train_tokens / metadata.total_tokens))
+    if not settings.own_text:  # a companion is not evaluated
+        log.info(report.describe_held_out(1 - metadata.train_tokens / metadata.total_tokens))
     if findings := report.render_brief():
         log.info(findings)
     return metadata, report

@@ -35,7 +35,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import INTERRUPTED, CheckpointError
-from common.lora import LoRA, add_adapters
+from common.lora import add_adapters
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.corpus import require_existing
@@ -168,7 +168,7 @@ def take_steps(
     config, state = run.config, run.state
     answers: list[Answer] = []
     if not run.is_done:
-        with clock.paused(), stop.abandonable():
+        with clock.paused("starting"), stop.abandonable():
             prepare(run)  # compiles
             evaluate_before_steps(run)
     state.elapsed_seconds, *_ = agree(clock, stop, saver)
@@ -177,7 +177,7 @@ def take_steps(
         while not (run.is_done or stop.agreed or state.step >= max_steps):
             if run.evaluation_due:  # the last session may have stopped during it
                 report.announce_evaluation()
-                with clock.evaluating(), stop.abandonable(is_long=True):
+                with clock.paused("evaluating"), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
                 elapsed, is_too_early = max_over_processes(clock.elapsed, saver.is_too_early)
                 saver.best_due = record_evaluation(run, evaluation, elapsed, bool(is_too_early))
@@ -191,7 +191,7 @@ def take_steps(
                 clock.count_step()
                 elapsed, ending, pace = agree(clock, stop, saver)
                 run.advance(elapsed, ending)
-                companion.switch_if_due(run, pace)
+                run.switch_if_due(pace)
                 if run.hardware.device.type == "cpu" or run.due(config.log_interval):
                     require_stable(run)  # synchronizes with a GPU, so only when a report does
                 report.add_step(loss, grad_norm, lr)
@@ -224,7 +224,6 @@ class Inputs(NamedTuple):
     companion_dir: str | None
     prompts: list[Prompt]
     base: Checkpoint | None  # the adapters' base
-    lora: LoRA | None
 
 
 def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Inputs:
@@ -239,12 +238,11 @@ def prepare_inputs(config: Config, mirror: Mirror | None, lock: contextlib.ExitS
     configure_device(config, shape)  # reports what the machine lacks before a long text is tokenized
     prompts = plan.read_run_prompts(config)
     base = plan.find_adapter_base(config, previous)
-    lora = None if base is None else config.lora(str(base.path), base.weights_sha256())
     data_dir, companion_dir = tokenize_input(config, previous)
     if config.input:
         reports = " and ".join(str(Path(folder, REPORT)) for folder in (data_dir, companion_dir) if folder)
         print(f"Report     {reports}: what was read from each file, and what was left out")
-    return Inputs(previous, shape, data_dir, companion_dir, prompts, base, lora)
+    return Inputs(previous, shape, data_dir, companion_dir, prompts, base)
 
 
 def tokenize_input(config: Config, previous: Previous) -> tuple[str | None, str | None]:
@@ -280,7 +278,7 @@ def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack
     require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_main_process() else None
     inputs = on_main_process(lambda: prepare_inputs(config, mirror, lock))
-    previous, shape, data_dir, companion_dir, prompts, base, lora = inputs
+    previous, shape, data_dir, companion_dir, prompts, base = inputs
     was_compiled = previous.saved.state.compiled if previous.saved else None
     steps = plan.estimate_steps(config, companion_dir or data_dir, shape.max_seq_len)
     hardware = configure_device(config, shape, was_compiled, steps)
@@ -302,9 +300,9 @@ def make_run(config: Config, rows: int | None = None, lock: contextlib.ExitStack
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(shape).to(hardware.device)
     model.activation_checkpointing = config.activation_checkpointing
-    if base is not None and lora is not None:
+    if base is not None:
         base.load_weights(model)
-        add_adapters(model, lora)
+        add_adapters(model, config.lora(str(base.path), base.weights_sha256()))
     if hardware.is_cuda:  # the dial, or an earlier run in this process, may have had a higher peak
         torch.cuda.reset_peak_memory_stats()
     return Run(config, hardware, data, prompts, model, rows, mirror), previous
@@ -340,7 +338,7 @@ def dry_run(attempt: Attempt) -> Attempt | None:
                 if stop.out_of_memory:
                     return halve_rows(run, attempt.config, clock.elapsed)
                 step_seconds = inspections.time_step(run, clock, first_step)
-                saver.save_now()
+                saver.save_unsaved_step(is_logged=False)
             inspections.check_results(run, first_step)
         inspections.print_forecast(run, clock, first_step, step_seconds)
     return None

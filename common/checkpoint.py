@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,10 +19,11 @@ from typing import Any
 
 import pydantic.dataclasses
 import safetensors.torch
+import torch
 
 from common.chat import Template, template_from_dict
 from common.errors import CheckpointError
-from common.files import RECORDS_FOLDER, STEP_NAME, json_bytes, read_json, sha256_file, write_json
+from common.files import RECORDS_FOLDER, STEP_NAME, flush_file, json_bytes, read_json, sha256_file, write_json
 from common.lora import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -33,11 +35,12 @@ from common.lora import (
     read_lora,
     stored_weights,
 )
-from common.tensors import Content, read_safetensors, read_weights, require_shape, to_cpu, write_file
+from common.tensors import read_safetensors, read_weights, require_shape
 from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
+Content = bytes | dict[str, torch.Tensor]  # content of a file
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BEST = "best"  # the folder of the best weights
@@ -162,6 +165,11 @@ class Checkpoint:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
+def to_cpu(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors on the CPU; with `copy`, always new ones."""
+    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+
+
 def build_weights_files(model: TransformerLanguageModel, copy: bool = False) -> dict[str, Content]:
     """Return the files of the weights: the adapters if the model has any; a tied head once. With `copy`, they do not
     change while the training goes on."""
@@ -186,6 +194,23 @@ def build_stored_config(
         "total_parameters": model.num_parameters() - sum(tensor.numel() for tensor in adapters.values()),
         **({"chat_template": chat.to_dict()} if chat else {}),
     }
+
+
+def write_file(path: Path, content: Content) -> str:
+    """Write bytes, or tensors as a safetensors file, and flush them to disk. Return the file's SHA-256. Raises
+    OSError."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        try:
+            safetensors.torch.save_file(content, path, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+    flush_file(path)
+    return sha256_file(path)
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:

@@ -1,10 +1,9 @@
-"""Read tensors from files without running code, and write them to disk."""
+"""Read tensors from files without running code."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from common.errors import is_out_of_memory
-from common.files import flush_file, sha256_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
@@ -91,28 +89,3 @@ def require_shape(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
     except RuntimeError:  # the size overflows 64 bits
         raise ValueError("no model can have this shape") from None
     model.fit_weights(state)
-
-
-def to_cpu(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU; with `copy`, always new ones."""
-    return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
-
-
-Content = bytes | dict[str, torch.Tensor]  # content of a file
-
-
-def write_file(path: Path, content: Content) -> str:
-    """Write bytes, or tensors as a safetensors file, and flush them to disk. Return the file's SHA-256. Raises
-    OSError."""
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        try:
-            safetensors.torch.save_file(content, path, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-    flush_file(path)
-    return sha256_file(path)

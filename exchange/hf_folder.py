@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from common.chat import Template
+from common.checkpoint import write_file
 from common.errors import ConfigError, require_packages
 from common.files import json_bytes
-from common.tensors import write_file
 from exchange.folders import new_folder
 from exchange.hf_common import Tensors
 from exchange.hf_model import CONVERSIONS

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from common.chat import Template
-from common.checkpoint import Checkpoint, build_stored_config, build_weights_files
+from common.checkpoint import Checkpoint, Content, build_stored_config, build_weights_files, to_cpu
 from common.files import json_bytes
 from common.lora import TARGETS, LoRA, adapters_of, add_adapters
-from common.tensors import Content, to_cpu
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text

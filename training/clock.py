@@ -72,8 +72,8 @@ class Clock:
         self.run_started = started - self.earlier_seconds  # the start of one unbroken session
         self.standstill = standstill()
         self.stood_still = self.standstill.seconds  # before this session
-        self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
-        self.evaluation_seconds: float | None = None  # the last evaluation
+        self.paused_seconds = self.paused_cpu = 0.0
+        self.pauses: dict[str, list[float]] = {"starting": [], "evaluating": [], "saving": []}  # seconds of each
         self.write_seconds: float | None = None  # the last checkpoint folder
         self.steps = 0  # steps of this session
         self.first_done = self.first_paused = 0.0  # training_seconds and paused_seconds after the first step
@@ -122,31 +122,16 @@ class Clock:
         return self.elapsed / 3600 * rate if rate else None
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what happens inside as training. Do not nest: it would be subtracted twice."""
+    def paused(self, what: str) -> Iterator[None]:
+        """Count what happens inside as one of `pauses`, not as training. Do not nest: it would be subtracted twice."""
         self.run.hardware.synchronize()
         began, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self.paused_cpu += time.thread_time() - cpu
-            self.paused_seconds += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Pause, and record the length of the pause as `evaluation_seconds`."""
-        before = self.paused_seconds
-        with self.paused():
-            yield
-        self.evaluation_seconds = self.paused_seconds - before
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Pause, and add the length of the pause to `saving_seconds`."""
-        before = self.paused_seconds
-        with self.paused():
-            yield
-        self.saving_seconds += self.paused_seconds - before
+            self.pauses[what].append(time.perf_counter() - began)
+            self.paused_seconds += self.pauses[what][-1]
 
     def count_step(self) -> None:
         """Count a step, and update `step_seconds` and `pace`."""
@@ -171,13 +156,13 @@ class Clock:
     def ending_seconds(self) -> float:
         """Estimated seconds for the last step, its evaluation, writing and copying its checkpoints, and the summary.
         Until a step is measured, the estimate of the session before."""
-        run, step, evaluation, write = self.run, self.step_seconds, self.evaluation_seconds, self.write_seconds
+        run, step, write = self.run, self.step_seconds, self.write_seconds
         if step is None:
             return run.state.ending_seconds
         reading = step / run.tokens_per_step / EVALUATION_SPEEDUP  # seconds per token
-        if evaluation is None:  # not measured yet
-            evaluation = evaluated_windows(run.data, run.config) * run.shape.max_seq_len * reading
-            evaluation = min(evaluation, MAX_GUESSED_EVALUATION_SHARE * 60 * run.config.minutes)
+        guess = evaluated_windows(run.data, run.config) * run.shape.max_seq_len * reading
+        guess = min(guess, MAX_GUESSED_EVALUATION_SHARE * 60 * run.config.minutes)
+        evaluation = [guess, *self.pauses["evaluating"]][-1]
         if write is None:
             write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
         if run.mirror is not None:

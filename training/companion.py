@@ -1,9 +1,5 @@
 """`--companion TEXT`: a run that reads two texts, the companion first and then, from a switch on, one's own `--input`
-as every second sequence.
-
-The switch leaves the own text as much of the run as OWN_PASSES passes take. With more passes the model forgets what it
-has learned from the companion (docs/benchmarks/companion.md).
-"""
+as every second sequence (`find_switch` in schedule.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import ConfigError
-from common.output import log
 from tokenization.extract import find_files
 from tokenization.settings import HUB
 from training.choice import CHOSEN, Chosen
@@ -20,10 +15,7 @@ from training.dial import Choice, Dial
 from training.growth import Growth
 from training.law import MEASURED_ERROR, UNMEASURED_ERROR_FACTOR, expected_loss, useful_passes
 from training.parallel import require_single_process
-from training.recipe import LADDER, MAX_LAST_PART, OWN_PASSES, read_recipe
-from training.run import Run
-from training.schedule import progress
-from training.state import Switch
+from training.recipe import LADDER, read_recipe
 from training.text import TRAIN_SHARE, TextStats, input_settings, measure_text, measure_token_ratio
 
 MIN_PASSES = 2  # a run with time for fewer passes over the own text is too short for a companion
@@ -32,23 +24,6 @@ MIN_PASSES = 2  # a run with time for fewer passes over the own text is too shor
 COMPANION_GAIN, GAIN_PER_RATIO, SAME_KIND_RATIO = 0.8, 3.5, 1.1
 MAX_TOKEN_RATIO = 1.4  # other English text: up to 1.35; Dutch beside English: over 1.5, which makes the loss worse
 MIN_GAIN = 0.02  # bits per byte; less does not justify a companion
-
-
-def switch_if_due(run: Run, pace: float) -> None:
-    """With a companion, begin with the own text if the rest of the run is what its passes take. `pace`: seconds per
-    step, with evaluations and saves; 0 if it is not known."""
-    config, state, own = run.config, run.state, run.data.layout
-    if run.data.companion is None or state.switch is not None:
-        return
-    needed = 2 * OWN_PASSES * own.windows  # every second sequence
-    left = run.steps_left(pace) * config.sequences_per_step
-    done = progress(state, run.data.windows, config)
-    if 0 < left <= needed and done >= 1 - MAX_LAST_PART:
-        state.switch = Switch(state.sequences_seen, state.sequences_seen + needed, done)
-        log.info(
-            f"Your text  from step {state.step:,} on, every second sequence is from {config.input}, which is read "
-            f"{left / 2 / own.windows:.2g} times"
-        )
 
 
 def choose(argv: Sequence[str] | None, requested: Config, started: float, growth: Growth | None = None) -> Config:

@@ -161,7 +161,7 @@ def prepare(run: Run) -> None:
     run.optimizer.tensors()  # allocated now, so that a lack of memory shows before compiling
     example = run.data.batch(0, run.rows_at_once) if run.hardware.compiles else ()
     run.step_model, failure = compile_model(run.model, run.hardware, example, bool(run.config.eval_interval))
-    if any_process(bool(failure))[0]:
+    if any_process(bool(failure)):
         if not failure:
             print("torch.compile failed in another process; training continues uncompiled in all of them.")
             # A different micro-batch would compile again in the first step.
@@ -171,5 +171,5 @@ def prepare(run: Run) -> None:
         if run.config.micro_batch_size is None:
             rows = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
             run.micro_batch_size = smallest_rows(min(rows, run.micro_batch_size))
-    run.state.compiled = None if run.hardware.is_cuda else run.hardware.compiles
+    run.state.compiled = run.hardware.compiles if run.hardware.device.type == "cpu" else None
     run.captured = capture_step(run)

@@ -40,8 +40,6 @@ from training.parallel import require_single_process
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
-    MAX_LAST_PART,
-    OWN_PASSES,
     PASSES_WITHOUT_DROPOUT,
     Shape,
     choose_context,
@@ -49,6 +47,7 @@ from training.recipe import (
     choose_settings,
     read_recipe,
 )
+from training.schedule import MAX_LAST_PART, OWN_PASSES
 from training.text import TRAIN_SHARE, TextStats, choose_vocabulary, measure_text, measure_tokens
 from training.timing import MIN_TIMED_STEPS, Candidate, Machine, StepTimes
 

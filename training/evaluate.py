@@ -98,7 +98,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 def _batch_loss(run: Run, batch: Batch) -> torch.Tensor:
     """Return the mean loss of a batch, (). The model has to be in `eval` mode, without gradients."""
-    if run.captured is not None and run.config.eval_interval and run.captured.rows == len(batch[0]):
+    if run.captured is not None and run.config.eval_interval:
         loss: torch.Tensor = run.captured.evaluate(batch)
         return loss
     return run.step_model(*batch)
@@ -287,12 +287,9 @@ def cut_at_word(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return at most SAMPLE_PROMPT_TOKENS of the ids, and end before a space if there is one in their second half."""
     if len(ids) <= SAMPLE_PROMPT_TOKENS:
         return ids
-    ends = (i for i in range(SAMPLE_PROMPT_TOKENS, SAMPLE_PROMPT_TOKENS // 2, -1) if _begins_word(ids[i], tokenizer))
-    return ids[: next(ends, SAMPLE_PROMPT_TOKENS)]
-
-
-def _begins_word(token: int, tokenizer: Tokenizer) -> bool:
-    return tokenizer.decode([token])[:1].isspace()
+    lengths = range(SAMPLE_PROMPT_TOKENS, SAMPLE_PROMPT_TOKENS // 2, -1)
+    at_words = (length for length in lengths if tokenizer.decode([ids[length]])[:1].isspace())
+    return ids[: next(at_words, SAMPLE_PROMPT_TOKENS)]
 
 
 def trim_partial_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:

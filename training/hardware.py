@@ -261,7 +261,7 @@ def choose_compile(
     """Return whether to compile, the reason, and the timeout in seconds.
 
     Compiles on a GPU with Triton; on a CPU only the modern form, if the run is long enough to repay it. A resumed run
-    on a CPU stays as it began (`was_compiled`), so that its arithmetic stays the same. `steps`: those of the whole run,
+    on a CPU stays as it was (`was_compiled`), so that its arithmetic stays the same. `steps`: those of the whole run,
     if they are known; its minutes may be over before.
     """
     if config.compile != "auto":
@@ -273,7 +273,7 @@ def choose_compile(
             return False, "on a GPU torch.compile needs Triton, which is not installed", None
         return True, "on a GPU", None
     if was_compiled is not None:
-        return was_compiled, "as in the first session of this run", None
+        return was_compiled, "as in the session before", None
     if shape.position != "rope" and not shape.qk_norm:
         return False, "a compiled step of this model is hardly faster on a CPU", None
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len

@@ -36,7 +36,7 @@ from training.store import Store, dry_run_path
 DRY_RUN_STEPS, MIN_TIMED_SECONDS = 2, 2.0  # a dry run with shorter steps takes more of them
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
 PROBE_BYTES = 1 << 20
-MAX_TIMED_STEPS = 50
+MAX_DRY_RUN_STEPS = 50
 PROFILED_STEPS, LISTED_OPERATIONS = 3, 15
 
 
@@ -64,7 +64,7 @@ def time_step(run: Run, clock: Clock, first_step: int) -> float:
         raise ConfigError(f"No step can be taken: {clock.max_hours_message}")
     seconds = clock.step_seconds or MIN_TIMED_SECONDS
     (needed,) = max_over_processes(MIN_TIMED_SECONDS / seconds)  # the same number in every process
-    more = min(MAX_TIMED_STEPS, int(needed))
+    more = min(MAX_DRY_RUN_STEPS, int(needed))
     if not more:
         return seconds
     run.hardware.synchronize()

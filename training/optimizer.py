@@ -170,10 +170,6 @@ class Stacked(NamedTuple):
 Orthogonalized = Iterator[tuple[list[torch.Tensor], torch.Tensor, float, Group]]
 
 
-def _update_scale(rows: int, columns: int) -> float:
-    return math.sqrt(max(1.0, rows / columns))
-
-
 def _orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
     """Yield (parts of parameters, their orthogonalized updates, the scale of the updates, the group)."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
@@ -182,11 +178,11 @@ def _orthogonalize_batches(batches: list[Stacked]) -> Orthogonalized:
         split = [parameter.split(rows) for parameter in parameters]
         for parts, pieces in zip(map(list, zip(*split, strict=True)), matrices.split(rows, dim=1), strict=True):
             alike[pieces.shape[1:]].append((parts, pieces, group))
-    for shape, same in alike.items():
+    for (height, width), same in alike.items():
         orthogonal = map_over_processes(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
         for parts, _, group in same:
             updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
-            yield parts, updates, _update_scale(*shape), group
+            yield parts, updates, math.sqrt(max(1.0, height / width)), group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -312,7 +308,8 @@ def update_parameters(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: 
         if gradients := _list_gradients(ahead):
             torch._foreach_mul_(gradients, factor)
     if fused:
-        optimizer.step(found_inf=skip, grad_scale=_clip_divisor(grad_norm, grad_clip) if folds else None)
+        divisor = ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0) if folds else None
+        optimizer.step(found_inf=skip, grad_scale=divisor)
     elif not skip:  # PyTorch's other kernels cannot skip: the host must wait and decide
         optimizer.step()
 
@@ -320,11 +317,6 @@ def update_parameters(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: 
 def folds_clipping(device: torch.device) -> bool:
     """Return whether AdamW's kernel clips the gradients. This saves a pass over them on a GPU, and nothing on a CPU."""
     return device.type == "cuda"
-
-
-def _clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
-    """Return the divisor that clips gradients, ()."""
-    return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:

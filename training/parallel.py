@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 600.0  # if processes wait longer for one of them, the job end
 T = TypeVar("T")
 
 
-class Group:
+class ProcessGroups:
     """The process groups of this job."""
 
     def __init__(self, ranks: World, device: torch.device):
@@ -75,7 +75,7 @@ def _print_hint(ranks: World) -> None:
             )
 
 
-GROUP: Group | None = None  # None in a single process
+GROUP: ProcessGroups | None = None  # None in a single process
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def require_single_process() -> None:
         )
 
 
-def join(config: Config, ranks: World) -> Group:
+def join(config: Config, ranks: World) -> ProcessGroups:
     device = pick_device(config.device if config.use_gpu else "cpu")
     if device.type == "cuda":
         if ranks.local_rank >= (gpus := torch.cuda.device_count()):
@@ -118,13 +118,13 @@ def join(config: Config, ranks: World) -> Group:
                 f"--nproc_per_node={gpus}, or --device cpu."
             )
         torch.cuda.set_device(device)
-    group = Group(ranks, device)
+    groups = ProcessGroups(ranks, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     print(
         f"Processes  {ranks.size} ({backend}), each with {config.sequences_per_process} of the "
         f"{config.sequences_per_step} sequences of a step"
     )
-    return group
+    return groups
 
 
 def _exit_together(error: BaseException, ranks: World) -> NoReturn:
@@ -184,9 +184,9 @@ def on_main_process(make: Callable[[], T]) -> T:
     return sent[0]
 
 
-def any_process(*flags: bool) -> list[bool]:
-    """Return for each flag whether it is true in any process. An all-reduce between hosts, so no GPU is waited for."""
-    return [bool(flag) for flag in max_over_processes(*flags)]
+def any_process(flag: bool) -> bool:
+    """Return whether the flag is true in any process."""
+    return bool(max_over_processes(flag)[0])
 
 
 def max_over_processes(*numbers: float) -> list[float]:

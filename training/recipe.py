@@ -19,10 +19,6 @@ MIN_STEPS_PER_RUN = 300  # limits the step size
 SHORT_CONTEXT, SHORT_RUN_TOKENS = 128, 7e5  # a shorter run with a longer context would have too few steps
 MIN_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
-# The last part of a run with a companion, in which every second sequence is from one's own text
-# (docs/benchmarks/companion.md)
-OWN_PASSES = 3  # many more make the model forget the companion
-MAX_LAST_PART = 2 / 3  # share of the run
 
 
 class Shape(NamedTuple):

@@ -192,13 +192,12 @@ def read_samples(run_dir: Path) -> list[Sample]:
 
 def render_samples(samples: Sequence[Sample]) -> str:
     """Return the text of samples.md, a table per evaluation."""
-    return "".join(f"{line}\n" for sample in samples for line in _render_sample(sample))
-
-
-def _render_sample(sample: Sample) -> list[str]:
-    right = f", {sample.right} of {sample.judged} exactly right" if sample.judged else ""
-    rows = render_answers(sample.prompts, sample.answers, sample.expected)
-    return [f"## Step {sample.step:,}{right}", "", *rows, ""]
+    lines = []
+    for sample in samples:
+        right = f", {sample.right} of {sample.judged} exactly right" if sample.judged else ""
+        rows = render_answers(sample.prompts, sample.answers, sample.expected)
+        lines += [f"## Step {sample.step:,}{right}", "", *rows, ""]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def render_answers(

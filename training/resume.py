@@ -217,9 +217,6 @@ def _try_copy(copy: Callable[[], object], source: Path, store: Store) -> bool:
     return True
 
 
-TOKENS_KEY = "tokens_sha256 of the data"  # a key of `_list_fixed`
-
-
 def start_or_resume(run: Run, previous: Previous) -> bool:
     """Continue the run of `previous`, or start a new one. Return whether it is finished and has its summary.
 
@@ -349,8 +346,7 @@ def _copy_to_all_processes(run: Run) -> None:
     copy_from_main_process(run.model.state_dict().values())
     copy_from_main_process(run.optimizer.tensors().values())
     steps = step_folders(run.dir / "checkpoints") if run.config.resume == "auto" else []
-    (is_elsewhere,) = any_process(bool(steps) and run.state.step == 0)
-    if is_elsewhere:
+    if any_process(bool(steps) and run.state.step == 0):
         raise CheckpointError(
             f"{run.dir} has checkpoints on one machine, but not on that of process 0, which reads and writes them. Use "
             "--node_rank=0 on the machine that has them, or --resume never to start over."
@@ -372,7 +368,7 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     ]
-    if clashes and old.get(TOKENS_KEY) != new.get(TOKENS_KEY) and (change := _describe_text_change(run, saved.data)):
+    if clashes and (change := _describe_text_change(run, saved.data)):
         clashes.append(change)
     if clashes:
         head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
@@ -383,11 +379,12 @@ def require_unchanged(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
 
 
 def _describe_text_change(run: Run, old: dict[str, Any]) -> str:
-    """Describe how the text of `--input` has changed, and what to type; "" if its old tokens are gone, or if they were
-    made with another tokenizer."""
-    config, tokens = run.config, find_tokens(str(old.get("tokens_sha256")))
-    is_same_tokenizer = old.get("tokenizer_sha256") == run.data.fingerprint["tokenizer_sha256"]
-    if not config.input or config.resume_from or tokens is None or not is_same_tokenizer:
+    """Describe how the text of `--input` has changed, and what to type; "" if it has not, if its old tokens are gone,
+    or if they were made with another tokenizer."""
+    config, new, tokens = run.config, run.data.fingerprint, find_tokens(str(old.get("tokens_sha256")))
+    is_same_tokenizer = old.get("tokenizer_sha256") == new["tokenizer_sha256"]
+    is_changed = old.get("tokens_sha256") != new["tokens_sha256"] and is_same_tokenizer
+    if not config.input or config.resume_from or tokens is None or not is_changed:
         return ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
     return (

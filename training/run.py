@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import BEST, BYTES_PER_PARAMETER, Checkpoint
+from common.output import log
 from common.script import is_main_process
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -21,7 +22,7 @@ from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import copy_from_main_process
-from training.schedule import epoch_sequences, learning_rate, progress, steps_left, total_steps
+from training.schedule import epoch_sequences, find_switch, learning_rate, progress, steps_left, total_steps
 from training.state import TrainState
 
 MAX_CHECKPOINTS_ON_DISK = 4  # two, the best, and the one being written
@@ -139,6 +140,18 @@ class Run:
         self.state.step += 1
         self.state.sequences_seen += self.config.sequences_per_step
         self.state.tokens += self.tokens_per_step
+
+    def switch_if_due(self, pace: float) -> None:
+        """With a companion, begin with the own text when it is time. `pace`: see `find_switch`."""
+        if self.data.companion is None or self.state.switch is not None:
+            return
+        self.state.switch = find_switch(self.state, self.data.windows, self.data.layout.windows, self.config, pace)
+        if self.state.switch is not None:
+            passes = self.steps_left(pace) * self.config.sequences_per_step / 2 / self.data.layout.windows
+            log.info(
+                f"Your text  from step {self.state.step:,} on, every second sequence is from {self.config.input}, "
+                f"which is read {passes:.2g} times"
+            )
 
     def resolved(self) -> dict[str, Any]:
         """Return the settings, with the shape and micro-batch that the run uses."""

@@ -15,15 +15,16 @@ from common.checkpoint import (
     BEST,
     OPTIMIZER,
     STATE,
+    Content,
     build_stored_config,
     build_weights_files,
+    to_cpu,
 )
 from common.errors import CheckpointError
 from common.files import describe_session, json_bytes, write_json
 from common.machine import available_ram
 from common.output import log
 from common.script import is_main_process
-from common.tensors import Content, to_cpu
 from training.clock import Clock
 from training.config import MODEL_KEYS
 from training.memory import suppress_out_of_memory
@@ -37,7 +38,7 @@ from training.stop import Stop
 from training.store import Store
 
 Snapshot = dict[str, Content]  # file name -> content of a checkpoint
-LOG_INTERVAL_SECONDS = 30.0
+MIN_SECONDS_BETWEEN_LINES = 30.0
 MAX_SNAPSHOT_SHARE = 0.5  # share of the free memory
 # Early in a run each evaluation brings better weights, and writing many of these takes seconds each.
 LARGE_CHECKPOINT_BYTES, BEST_INTERVAL_SECONDS = 2e8, 30.0
@@ -152,18 +153,12 @@ class Saver:
         is_large = self.run.checkpoint_bytes > LARGE_CHECKPOINT_BYTES
         return is_large and time.monotonic() - self.best_saved < BEST_INTERVAL_SECONDS
 
-    def save_unsaved_step(self) -> None:
-        """Save a checkpoint of this step if there is none."""
+    def save_unsaved_step(self, is_logged: bool = True) -> None:
+        """Save a checkpoint of this step if there is none, and log its folder."""
         if self.run.state.step > self.run.checkpoint_step:
             self.checkpoint_due = True
-            self.logged_at = -math.inf
+            self.logged_at = -math.inf if is_logged else math.inf
             self.save()
-
-    def save_now(self) -> None:
-        """Save a checkpoint of this step, and do not log its folder."""
-        self.checkpoint_due = True
-        self.logged_at = math.inf
-        self.save()
 
     def save(self) -> None:
         """Begin to write a checkpoint of this step and, as due, best/ and base/, which are made from it. With several
@@ -172,7 +167,7 @@ class Saver:
         Raises ConfigError if a weight is not finite: a good checkpoint must not be deleted for a useless one.
         """
         run, state = self.run, self.run.state
-        with self.clock.saving():
+        with self.clock.paused("saving"):
             total = torch.stack([parameter.detach().sum() for parameter in run.model.parameters()]).sum()
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
@@ -199,7 +194,7 @@ class Saver:
         self.store.save(snapshot, folder, also)
         self.clock.write_seconds = time.perf_counter() - began
         self.store.delete_older(step)
-        if time.monotonic() - self.logged_at >= LOG_INTERVAL_SECONDS or is_last:
+        if time.monotonic() - self.logged_at >= MIN_SECONDS_BETWEEN_LINES or is_last:
             self.logged_at = time.monotonic()
             log.info(f"Saved {folder}")
         # A finished run is copied with its summary.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from training.config import Config
-from training.state import TrainState
+from training.state import Switch, TrainState
 
 
 def cosine(decayed: float) -> float:
@@ -21,7 +21,11 @@ DECAYS: dict[str, Callable[[float], float] | None] = {
     "linear": lambda decayed: 1.0 - decayed,
     "constant": None,
 }
-SWITCH_PEAK = 0.5  # the learning rate at the switch, relative to the peak (docs/benchmarks/companion.md)
+# The last part of a run with a companion, in which every second sequence is from one's own text
+# (docs/benchmarks/companion.md)
+OWN_PASSES = 3  # over the own text; many more make the model forget the companion
+MAX_LAST_PART = 2 / 3  # share of the run
+SWITCH_PEAK = 0.5  # the learning rate at the switch, relative to the peak
 DEFAULT_TIMED_COOLDOWN = 0.6  # replaces a cooldown of 1 if `minutes` is set; the same as in the *_modern configs
 
 
@@ -113,6 +117,16 @@ def steps_left(state: TrainState, windows: int, config: Config, step_seconds: fl
         seconds = 60 * config.minutes - state.ending_seconds - state.elapsed_seconds
         left = min(left, math.ceil(seconds / step_seconds))
     return left
+
+
+def find_switch(state: TrainState, windows: int, own_windows: int, config: Config, pace: float) -> Switch | None:
+    """Return the switch to one's own text if the rest of the run is what OWN_PASSES over its `own_windows` take, else
+    None. `pace`: seconds per step, with evaluations and saves; 0 if it is not known."""
+    needed = 2 * OWN_PASSES * own_windows  # every second sequence
+    left = steps_left(state, windows, config, pace) * config.sequences_per_step
+    done = progress(state, windows, config)
+    is_due = 0 < left <= needed and done >= 1 - MAX_LAST_PART
+    return Switch(state.sequences_seen, state.sequences_seen + needed, done) if is_due else None
 
 
 def has_stopped_early(state: TrainState, config: Config) -> bool:

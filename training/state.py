@@ -76,7 +76,7 @@ class TrainState:
     elapsed_seconds: Seconds = 0.0  # over all sessions
     ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving
     fitted: Fitted | None = None
-    compiled: bool | None = None  # CPU only; None on a GPU and before the first step
+    compiled: bool | None = None  # in the last session; None if that was on a GPU, and before the first step
     resumed_from: NonEmptyText | None = None  # --resume_from
     initialized_from: NonEmptyText | None = None  # SHA-256 of the initial weights
 

@@ -117,16 +117,11 @@ def update_keeping_gradients(run: Run, loss: torch.Tensor, lr: float | torch.Ten
         scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, run.config)
     grad_norm = gradient_norm(optimizer)
-    skipped = _not_finite(loss, grad_norm)
+    skipped = (~torch.isfinite(loss + grad_norm)).float()  # on the device, so the host does not wait
     update_parameters(optimizer, grad_norm, run.config.grad_clip, skipped)
     scaler.update()
     run.skips.copy_(count_skip(run.skips, skipped))
     return grad_norm
-
-
-def _not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-    """Return 1.0 on the device if the update must be skipped, else 0.0, without waiting for it."""
-    return (~torch.isfinite(loss + grad_norm)).float()
 
 
 def count_skip(skips: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Signals that ask the training to stop: Ctrl-C, a notebook's stop button, a closed terminal, a shutdown."""
+"""What ends a training early: Ctrl-C, a notebook's stop button, a closed terminal, a shutdown, a lack of memory."""
 
 from __future__ import annotations
 

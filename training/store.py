@@ -23,6 +23,7 @@ from common.checkpoint import (
     OPTIMIZER,
     WITHOUT_OPTIMIZER,
     Checkpoint,
+    Content,
     ManifestEntry,
     find_problems,
     make_entry,
@@ -43,7 +44,6 @@ from common.files import (
     read_json,
     sync_directory,
 )
-from common.tensors import Content
 from training.config import is_resolved
 from training.records import CONFIG, RECORDS, SUMMARY
 from training.state import TrainState, read_state

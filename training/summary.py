@@ -54,7 +54,7 @@ MEMORISING = "memorising"
 ASCII_BYTES_PER_CHARACTER = 1.05  # below, bits per character would be the same as bits per byte
 MIN_JUDGED_STEPS = 10  # a shorter run says nothing about the forecast
 MISSED_SPEED_RATIO = 1.2  # a machine slower or faster by this factor explains a missed forecast
-BUSY_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
+REPORTED_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
 NOTICEABLE_BITS = 0.01  # bits per byte
 MIN_SAMPLE_SECONDS = 3.0  # for samples, also when --minutes are over
@@ -85,12 +85,12 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         + _describe_early_end(run),
     }
     if report.tokens_per_second:
-        facts["Speed"] = (
-            f"{si(report.tokens_per_second)} tokens/s while training{_describe_cpu_share(report.cpu_share)}"
-        )
+        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training"
+        if report.cpu_share <= REPORTED_CPU_SHARE:
+            facts["Speed"] += f"; other programs use this CPU, and the training got {report.cpu_share:.0%} of the time"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"took {clock.saving_seconds:.1f} s of this session's {duration(clock.session_seconds)}"
+    facts["Saving"] = f"took {sum(clock.pauses['saving']):.1f} s of this session's {duration(clock.session_seconds)}"
     if (units := clock.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     rows = read_metrics(run.dir)
@@ -215,12 +215,6 @@ def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: fl
     if bits > forecast.bits_per_byte:
         return f"{outcome}: this text is harder than most texts of its size"
     return f"{outcome}: better than forecast, because held-out passages come from the same books or files"
-
-
-def _describe_cpu_share(cpu_share: float) -> str:
-    if cpu_share > BUSY_CPU_SHARE:
-        return ""
-    return f"; other programs use this CPU, and the training got {cpu_share:.0%} of the time"
 
 
 def judge_losses(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from common import checkpoint
@@ -22,8 +23,11 @@ from common.checkpoint import (
     find_newest_valid,
     find_problems,
     open_checkpoint,
+    to_cpu,
+    write_file,
 )
 from common.errors import CheckpointError
+from common.files import sha256_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import SOURCES, flip
@@ -281,3 +285,17 @@ def test_a_path_without_a_checkpoint_is_refused_with_its_name(tmp_path: Path) ->
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(CheckpointError, match=str(path)):
             open_checkpoint(path)
+
+
+def test_a_file_of_tensors_is_the_librarys_with_its_hash(tmp_path: Path) -> None:
+    tensors = {"weights": torch.randn(3, 4), "empty": torch.zeros(0, 4)}
+    assert write_file(tmp_path / "a.safetensors", tensors) == sha256_file(tmp_path / "a.safetensors")
+    read = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_a_copy_on_the_host_does_not_change_with_the_original() -> None:
+    tensors = {"step": torch.tensor(1.0)}
+    copied, shared = to_cpu(tensors, copy=True), to_cpu(tensors, copy=False)
+    tensors["step"] += 1
+    assert (copied["step"].item(), shared["step"].item()) == (1.0, 2.0)

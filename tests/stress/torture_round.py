@@ -66,6 +66,7 @@ class Session:
     main: Callable[[list[str]], int]
     argv: list[str]
     log: Path
+    folder: Path  # where it runs, on the machine's disk
     machine: Machine | None = None  # None: this one
 
     def start(self, largest_file: int | None = None, cut: PowerCut | None = None) -> int:
@@ -84,7 +85,7 @@ class Session:
                 self.machine.become()
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-            os.chdir(self.log.parent)
+            os.chdir(self.folder)
             if cut is not None:
                 cut()
             code = self.main(self.argv)
@@ -126,9 +127,8 @@ class Round:
 
     def tokenizing(self) -> Session:
         flags = ["--input", str(self.text), "--output_dir", str(self.tokens), "--vocab_size", "300"]
-        return Session(
-            tokenize_local_bpe.main, [*flags, "--chunk_size_mb", "0.002", "--num_workers", "1"], self.folder / "log"
-        )
+        flags += ["--chunk_size_mb", "0.002", "--num_workers", "1"]
+        return Session(tokenize_local_bpe.main, flags, self.folder / "log", self.disk)
 
     def training(self, machine: Machine | None = None) -> Session:
         flags: dict[str, Any] = {
@@ -142,7 +142,7 @@ class Round:
         else:
             flags["data_dir"] = self.tokens
         log = self.folder / ("log" if machine is None else f"log of {machine.name}")
-        return Session(train_colab_mmap.main, flag_words(flags), log, machine)
+        return Session(train_colab_mmap.main, flag_words(flags), log, self.disk, machine)
 
     @property
     def copies(self) -> Path:
@@ -324,7 +324,7 @@ def result(of: Round) -> dict[str, str]:
     final, copies = of.run / "checkpoints" / name, list(of.copies.glob(f"{name}-*"))
     scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := store.read_best_state(copy))]
     winners = [copy for copy, score in scored if not any(store.is_better(other, score) for _, other in scored)]
-    tokens = [path for folder in ("tokens", "datasets_cache") for path in (of.folder / folder).glob("**/*.bin")]
+    tokens = [path for folder in (of.tokens, of.disk / "datasets_cache") for path in folder.glob("**/*.bin")]
     files = {f"{path.parent.name}/{path.name}": [path] for path in tokens if not path.parent.name.startswith(".")}
     files |= {f"{name} at the end": [final / name] for name in ("model.safetensors", "optimizer.safetensors")}
     files |= {"copies at the end": [copy / "optimizer.safetensors" for copy in copies]}

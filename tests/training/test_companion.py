@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -12,7 +11,6 @@ import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,11 +31,11 @@ from tests.training.pretended import MACHINES, Pretended, text_of
 from tests.training.test_data import make_folder, open_data
 from tests.training.test_growth import write_book
 from tokenizer import load_tokenizer
-from training.companion import forecast_own, switch_if_due
+from training.companion import forecast_own
 from training.config import Config, parse_config
 from training.dial import Choice, Dial
 from training.records import CONFIG, read_metrics
-from training.schedule import learning_rate, progress, steps_left
+from training.schedule import find_switch, learning_rate, progress
 from training.state import Switch, TrainState, read_state
 from training.text import measure_token_ratio
 
@@ -163,13 +161,12 @@ def test_with_minutes_the_switch_is_where_the_passes_fill_the_rest(
     windows: int, slowdown: float, passes: float
 ) -> None:
     config = Config(minutes=10, max_steps=10**6, batch_size=4)  # 600 steps of a second
-    state, data = TrainState(), SimpleNamespace(companion=True, windows=10**6, layout=SimpleNamespace(windows=windows))
-    left = functools.partial(steps_left, state, data.windows, config)
-    run: Any = SimpleNamespace(config=config, state=state, data=data, steps_left=left)
-    while progress(state, data.windows, config) < 1:
+    state, of_companion = TrainState(), 10**6
+    while progress(state, of_companion, config) < 1:
         state.step, state.sequences_seen = state.step + 1, state.sequences_seen + 4
         state.elapsed_seconds += slowdown if state.switch else 1.0
-        switch_if_due(run, pace=1.0 if state.step > 5 else 0.0)
+        pace = 1.0 if state.step > 5 else 0.0
+        state.switch = state.switch or find_switch(state, of_companion, windows, config, pace)
     assert state.switch is not None and 595 <= state.elapsed_seconds <= 602
     assert (state.sequences_seen - state.switch.sequences) / 2 / windows == pytest.approx(passes, rel=0.02)
     assert state.switch.progress >= 1 / 3 - 0.01

@@ -111,7 +111,7 @@ def test_a_run_continues_as_it_was_compiled(tmp_path: Path, train: Callable) -> 
     few = {"position": "rope", "dropout": 0.0, "eval_interval": 0}
     assert "Compile    off" in train(tmp_path / "run", **few, max_steps=2).out
     result = train(tmp_path / "run", **few, max_steps=4, compile="auto")
-    assert result.code == 0 and "off: as in the first session" in result.out
+    assert result.code == 0 and "off: as in the session before" in result.out
 
 
 def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp_path: Path, train: Callable) -> None:

@@ -125,7 +125,7 @@ def test_speed_leaves_out_what_happens_while_paused(
     for _ in range(4):
         now[0] += 0.5
         take_step(report)
-    with contextlib.suppress(MemoryError), report.clock.paused():
+    with contextlib.suppress(MemoryError), report.clock.paused("saving"):
         now[0] += 1000.0
         if fails:
             raise MemoryError
