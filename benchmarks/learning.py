@@ -48,13 +48,13 @@ FIT_STEPS = 3_000
 HOLD_OUT_EVERY = 6  # every sixth run is not fitted
 
 
-LAW_RUNS = [  # megabytes of text, width of 4 layers, passes
-    *((0.1, width, passes) for width, passes in ((64, 4), (64, 16), (128, 8), (128, 24), (192, 16))),
-    *((0.3, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 8), (192, 12), (256, 4))),
-    (0.3, 256, 10),
-    *((1, width, passes) for width, passes in ((64, 4), (128, 1), (128, 4), (128, 8), (192, 4), (256, 1), (256, 3))),
-    *((3, width, passes) for width, passes in ((64, 1), (64, 4), (128, 1), (128, 2), (256, 1))),
-    *((10, width, 1) for width in (64, 128)),
+LAW_RUNS = [  # megabytes of text, layers, width, passes
+    *((0.1, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 8), (128, 24), (192, 16))),
+    *((0.3, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 8), (192, 12), (256, 4))),
+    (0.3, 4, 256, 10),
+    *((1, 4, width, passes) for width, passes in ((64, 4), (128, 1), (128, 4), (128, 8), (192, 4), (256, 1), (256, 3))),
+    *((3, 4, width, passes) for width, passes in ((64, 1), (64, 4), (128, 1), (128, 2), (256, 1))),
+    *((10, 4, width, 1) for width in (64, 128)),
 ]
 
 
@@ -82,8 +82,10 @@ def _format_table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str
     return markdown_table(["flags", "lowest, by seed", "mean", "difference"], rows)
 
 
-def build_law_runs(books: str, folder: Path) -> dict[str, list[str]]:
-    """Return the flags of each run that the law is fitted to, by name: the dial's recipe on passages of all books."""
+def build_law_runs(
+    books: str, folder: Path, runs: Sequence[tuple[float, int, int, int]] = LAW_RUNS
+) -> dict[str, list[str]]:
+    """Return the flags of runs by name: the dial's recipe on passages of all books. The law is fitted to LAW_RUNS."""
     texts = [""]
     for piece in read_pieces(find_sources([books])):
         texts[-1] += piece.text
@@ -91,20 +93,20 @@ def build_law_runs(books: str, folder: Path) -> dict[str, list[str]]:
     texts = [text for text in texts if len(text) > MIN_BOOK_CHARACTERS]
     folder.mkdir(parents=True, exist_ok=True)
     variants = {}
-    for megabytes, width, passes in LAW_RUNS:
+    for megabytes, layers, width, passes in runs:
         text, share = folder / f"books_{megabytes:g}.txt", round(megabytes * 1e6) // len(texts)
         text.write_text("\n\n".join(each[len(each) // 3 :][:share] for each in texts), encoding="utf-8")
         vocabulary = choose_vocabulary(megabytes * 1e6)
         tokens = passes * TRAIN_SHARE * megabytes * 1e6 / vocabulary.letters_per_token
-        length = choose_context(Shape(4, width, 256), tokens)
+        length = choose_context(Shape(layers, width, 256), tokens)
         sequences = choose_sequences(tokens, length)
         keys = read_recipe() | choose_settings(width, sequences * length, passes)
         keys |= {
-            "input": text, "vocab_size": vocabulary.size, "num_layers": 4, "embed_dim": width,
+            "input": text, "vocab_size": vocabulary.size, "num_layers": layers, "embed_dim": width,
             "num_heads": width // HEAD_WIDTH, "max_seq_len": length, "batch_size": sequences, "epochs": passes,
             "compile": "off", "eval_batches": 0, "eval_interval": max(1, int(tokens / length / sequences / 3)),
         }  # fmt: skip
-        variants[f"{megabytes:g} MB, 4 x {width}, {passes}"] = flag_words(keys)
+        variants[f"{megabytes:g} MB, {layers} x {width}, {passes}"] = flag_words(keys)
     return variants
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,7 +96,7 @@ def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:
     assert (tmp_path / "books_0.1.txt").read_text().startswith(books[0][len(books[0]) // 3 :][:10_000] + "\n\n")
     runs = [learning.measure_sizes(words) for words in variants.values()]
     assert len(runs) == len(learning.LAW_RUNS) and runs[0]["bytes"] == pytest.approx(0.9e5, rel=0.01)
-    for run, (megabytes, _, _) in zip(runs, learning.LAW_RUNS, strict=True):  # the small books here are soon used up
+    for run, (megabytes, *_) in zip(runs, learning.LAW_RUNS, strict=True):  # the small books here are soon used up
         run["bytes"] = 0.9e6 * megabytes
         run["lowest"] = TRUE.loss(run["parameters"], run["bytes"], run["passes"])
     rows = [line.split("|") for line in learning.judge_law(runs).splitlines() if " MB |" in line]
@@ -111,11 +114,46 @@ def test_generation_and_tokenizing_are_timed(tmp_path: Path) -> None:
         assert f"| {row} | " in pages
 
 
-@pytest.mark.parametrize("part", ["machine", "steps", "gpt2_small", "generation"])
+@pytest.fixture
+def books(tmp_path: Path) -> str:
+    draw = random.Random(4)
+    texts = [" ".join(draw.choices(WORDS, k=7_000)) for _ in range(3)]
+    (tmp_path / "some books.txt").write_text("\n<|endoftext|>\n".join(texts))
+    return str(tmp_path / "some books.txt")
+
+
+PARTS = [name for name in gpu.PARTS if name != "card"]
+
+
+@pytest.mark.parametrize("parts", [PARTS[:6], PARTS[6:], ["card"]], ids=["first", "second", "card"])
 def test_the_list_for_a_gpu_runs_through_as_a_toy(
-    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parts: list[str], books: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert gpu.main(["--toy", "--part", part, "--folder", str(tmp_path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FIGURES ")]
-    figures = [json.loads(line.removeprefix("FIGURES ")) for line in lines]
-    assert figures and all(values for each in figures for values in each.values())
+    flags = ["--toy", "--books", books, "--folder", str(tmp_path / "work"), "--output", str(tmp_path / "gpu.json")]
+    assert gpu.main([*flags, "--only", *parts]) == 0, capfd.readouterr().out
+    figures, printed = json.loads((tmp_path / "gpu.json").read_text()), capfd.readouterr().out
+    assert list(figures.pop("parts")) == parts and all(figures.values())
+    assert (tmp_path / "gpu.txt").read_text().strip() in printed
+    if "card" in parts:
+        again, unkilled = figures["killed"], figures["quickstart"]
+        assert again["loss"] == unkilled["loss"] and f"| {figures['card']['card']} | " in printed
+    if "gpt2_small" in parts:
+        assert "## Answers" in (tmp_path / "gpt2_small.md").read_text() and (tmp_path / "gpt2_small_loss.png").exists()
+
+
+def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
+    lines: list[str] = []
+    child = (
+        f"import time, pathlib; print('begun', flush=True); time.sleep(3); pathlib.Path({str(tmp_path)!r}, 'x').touch()"
+    )
+    part = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert gpu.run_part([sys.executable, "-c", part], 1.5, lines.append) == -signal.SIGKILL and lines == ["begun\n"]
+    time.sleep(2)
+    assert not (tmp_path / "x").exists()
+
+
+def test_parts_that_do_not_fit_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--toy", "--only", "machine", "law", "--seconds", "60", "--folder", str(tmp_path)]
+    assert gpu.main([*flags, "--output", str(tmp_path / "gpu.json")]) == 0
+    assert "law: left out" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == ["machine"]

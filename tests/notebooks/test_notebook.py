@@ -169,6 +169,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         (tmp_path / "elsewhere").rename(run)
         machine.run(9)
         machine.run(10)
+        machine.run(11)
         (download,) = [entry for entry in machine.recorded() if entry["what"] == "download"]
         assert Path(download["name"]).name == "quickstart.zip" and download["size"] > 10_000
 
