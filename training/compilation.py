@@ -171,5 +171,6 @@ def prepare(run: Run) -> None:
         if run.config.micro_batch_size is None:
             rows = estimate_micro_batch(run.config, run.model, run.hardware, run.data.gpu_bytes)
             run.micro_batch_size = smallest_rows(min(rows, run.micro_batch_size))
+    run.optimizer.compiles = run.hardware.compiles and run.hardware.is_cuda
     run.state.compiled = run.hardware.compiles if run.hardware.device.type == "cpu" else None
     run.captured = capture_step(run)

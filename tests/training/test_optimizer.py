@@ -272,6 +272,24 @@ def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
     assert (moved - expected).norm() <= 0.005 * expected.norm()
 
 
+def test_a_compiled_update_is_the_plain_one() -> None:
+    """As on a GPU; a skipped one, too."""
+    start, results = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0)), []
+    for compiles in (False, True):
+        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+        values = {"rule": "muon", "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+        optimizer = Optimizer([{"params": matrices, **values}])
+        optimizer.compiles = compiles
+        with mock.patch("training.optimizer.newton_schulz_dtype", return_value=torch.float32):
+            for step, skips in enumerate((0.0, 1.0, 0.0)):
+                for matrix in matrices:
+                    matrix.grad = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+                optimizer.step(found_inf=torch.tensor(skips))
+        results.append(torch.stack([matrix.detach() for matrix in matrices]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(results[0], start)
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 32, 16), (4, 16, 64)])
 def test_orthogonalizing_keeps_the_singular_vectors_and_levels_the_values(shape: tuple[int, int, int]) -> None:
     """Jordan et al. 2024: the coefficients leave every singular value between about 0.7 and 1.2."""
