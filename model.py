@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -38,9 +39,9 @@ class KVCache:
         dtype: torch.dtype,
         capacity: int | None = None,
     ):
-        shape = (config.num_layers, batch_size, config.num_kv_heads, capacity or config.max_seq_len, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, capacity, D)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (2, batch_size, config.num_kv_heads, capacity or config.max_seq_len, config.head_dim)
+        # Keys and values in one tensor, so that one operation stores both: (layers, 2, B, K, capacity, D).
+        self.entries = torch.zeros(config.num_layers, *shape, device=device, dtype=dtype)
         self.lengths = [0] * batch_size
         self.ends = torch.zeros(batch_size, dtype=torch.long, device=device)  # `lengths` on the device
         self.positions = self.ends  # positions of the tokens being read
@@ -56,7 +57,7 @@ class KVCache:
         Positions: (T,) if all rows are equally long, else (B, T). Mask: broadcastable to (B, H, T, S), or None if the
         causal order is enough.
         """
-        device, held = self.keys.device, max(self.lengths)
+        device, held = self.entries.device, max(self.lengths)
         if self.uniform:
             positions = torch.arange(held, held + T, device=device)
         else:
@@ -67,20 +68,16 @@ class KVCache:
         seen = torch.arange(held + T, device=device) <= positions[..., None]  # (T, S) or (B, T, S)
         return positions, seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k and v, each (B, K, T, D), and return all keys and values up to the longest row: (B, K, S, D)."""
-        keys, values, positions = self.keys[layer], self.values[layer], self.positions
-        end = max(self.lengths) + k.size(2)
+    def write(self, layer: int, kv: torch.Tensor) -> torch.Tensor:
+        """Store keys and values, (B, T, 2, K, D), and return all up to the longest row, (2, B, K, S, D)."""
+        entries, positions = self.entries[layer], self.positions
+        end = max(self.lengths) + kv.size(1)
         if positions.dim() == 1:
-            start = self.lengths[0]
-            keys[:, :, start:end] = k
-            values[:, :, start:end] = v
+            entries[..., self.lengths[0] : end, :] = kv.permute(2, 0, 3, 1, 4)
         else:
-            rows = torch.arange(k.size(0), device=k.device)[:, None]
-            # Indexed by (B, T), so the slice in between moves to the end.
-            keys[rows, :, positions] = k.transpose(1, 2).to(keys.dtype)
-            values[rows, :, positions] = v.transpose(1, 2).to(values.dtype)
-        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
+            rows = torch.arange(kv.size(0), device=kv.device)[:, None]
+            entries[:, rows, :, positions] = kv.to(entries.dtype)  # the indexed dimensions, (B, T), come first
+        return entries[..., :end, :].to(kv.dtype)
 
     def advance(self, T: int) -> None:
         self.lengths = [length + T for length in self.lengths]
@@ -89,7 +86,7 @@ class KVCache:
     def truncate(self, lengths: list[int]) -> None:
         """Set each row's length, which drops the entries beyond it, such as padding of a batch of prompts."""
         self.lengths = list(lengths)
-        self.ends = torch.tensor(lengths, device=self.keys.device)
+        self.ends = torch.tensor(lengths, device=self.entries.device)
 
 
 def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +257,8 @@ class MultiHeadAttention(nn.Module):
             # single weights of the softmax is no better, and rules out the flash kernel on a CPU.
             v = v * F.dropout(v.new_ones(*v.shape[:-1], 1), config.dropout)
         if cache is not None:
-            k, v = cache.write(layer, k, v)
+            kv = qkv[:, :, H:] if rotation is None and not config.qk_norm else torch.cat((k, v), 1).transpose(1, 2)
+            k, v = cache.write(layer, kv.reshape(B, T, 2, K, -1))
         if T == 1 and mask is not None and mask.is_floating_point():
             return self.out_proj(attend_one_token(q, k, v, mask).reshape(B, T, -1))
         groups = config.num_heads // config.num_kv_heads
@@ -355,6 +353,7 @@ class TransformerLanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.activation_checkpointing = False  # set by the trainer; not part of the config
+        self.kept_decoder: Any = None  # a CapturedDecoder of generation/captured.py
         if self.device.type != "meta":  # initialising takes time even there
             self.initialize()
 

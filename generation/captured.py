@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from common.graphs import Capture
+from common.machine import exact_device
 from generation.sampling import Penalties, Sampling, choose
 from model import KVCache, TransformerLanguageModel
-
-CAPACITY_MULTIPLE = 64  # the attention kernels work on blocks
 
 
 class StaticCache(KVCache):
     """A cache with fixed shapes and addresses, which takes one token per row at a time. Attention reads the whole
     capacity, and a mask hides entries that are not written yet."""
 
-    def __init__(self, cache: KVCache):
-        """Copy the texts of a cache."""
-        pad = -cache.keys.size(3) % CAPACITY_MULTIPLE
-        self.keys, self.values = (torch.nn.functional.pad(part, (0, 0, 0, pad)) for part in (cache.keys, cache.values))
-        self.lengths = list(cache.lengths)
-        self.ends = torch.tensor(self.lengths, device=self.keys.device)  # (B,)
-        self.rows = torch.arange(len(self.lengths), device=self.keys.device)
-        self.slots = torch.arange(self.keys.size(3), device=self.keys.device)
+    def __init__(self, model: TransformerLanguageModel, rows: int, capacity: int):
+        super().__init__(model.config, rows, model.device, model.token_embedding.weight.dtype, capacity)
+        self.rows, self.slots = (torch.arange(count, device=model.device) for count in (rows, capacity))
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions of each row's next token, (B, 1), and the mask to add to attention's scores, (B, 1, 1,
@@ -33,15 +24,15 @@ class StaticCache(KVCache):
         assert T == 1
         hidden = self.slots > self.ends[:, None]  # (B, S)
         # Every layer would convert a boolean mask to this.
-        mask = torch.zeros(hidden.shape, dtype=self.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
+        zeros = torch.zeros(hidden.shape, dtype=self.entries.dtype, device=hidden.device)
+        mask = zeros.masked_fill(hidden, -torch.inf)
         return self.ends[:, None], mask[:, None, None]
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k and v, each (B, K, 1, D), and return all keys and values, (B, K, S, D)."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.ends] = k.squeeze(2).to(keys.dtype)
-        values[self.rows, :, self.ends] = v.squeeze(2).to(values.dtype)
-        return keys.to(k.dtype), values.to(v.dtype)
+    def write(self, layer: int, kv: torch.Tensor) -> torch.Tensor:
+        """Store keys and values, (B, 1, 2, K, D), and return all, (2, B, K, S, D)."""
+        entries = self.entries[layer]
+        entries[:, self.rows, :, self.ends] = kv.squeeze(1).to(entries.dtype)
+        return entries.to(kv.dtype)
 
     def advance(self, T: int) -> None:
         self.lengths = [length + T for length in self.lengths]
@@ -56,39 +47,29 @@ class CapturedDecoder:
     """A captured step that chooses the next token of each row and reads it. Each replay overwrites `tokens`, (B,), and
     the `logits` they were chosen from, (B, V)."""
 
-    def __init__(
-        self,
-        model: TransformerLanguageModel,
-        cache: KVCache,
-        following: torch.Tensor,
-        penalties: Penalties,
-        uniforms: torch.Tensor,
-        sampling: Sampling,
-        graphs: Capture,
-    ):
-        """following: logits of each row's next token, (B, V); uniforms: random numbers, (B, max_new_tokens)."""
-        self.model, self.cache, self.penalties, self.sampling = model, StaticCache(cache), penalties, sampling
-        self.uniforms, self.following = uniforms, following.clone()
-        self.at = torch.zeros(1, dtype=torch.long, device=following.device)
-        self.tokens = torch.zeros(len(following), dtype=torch.long, device=following.device)
-        self.logits = following.float()
-        with self.unchanged():
-            graphs.warm_up(self.step)
-        with self.unchanged():
-            self.replay_step, _ = graphs.capture(self.step)
+    def __init__(self, model: TransformerLanguageModel, rows: int, capacity: int, sampling: Sampling, graphs: Capture):
+        device, size = exact_device(model.device), model.config.vocab_size
+        self.key: object = None  # texts with the same one can use this decoder
+        self.model, self.sampling, self.cache = model, sampling, StaticCache(model, rows, capacity)
+        self.penalties = Penalties(sampling, [[]] * rows, torch.zeros(size, device=device))
+        self.uniforms = torch.zeros(rows, sampling.max_new_tokens, dtype=torch.float64, device=device)
+        self.following, self.logits = torch.zeros(2, rows, size, device=device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        graphs.warm_up(self.step)
+        self.replay_step, _ = graphs.capture(self.step)
 
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Restore what a step inside changes."""
-        cache, penalties = self.cache, self.penalties
-        changed = (self.following, cache.ends, self.at, penalties.held)
-        before, lengths = [tensor.clone() for tensor in changed], cache.lengths
-        try:
-            yield
-        finally:
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-            cache.lengths = lengths
+    def fill(self, cache: KVCache, following: torch.Tensor, penalties: Penalties, uniforms: torch.Tensor) -> None:
+        """Begin texts. following: logits of each row's next token, (B, V); uniforms: random numbers, (B,
+        max_new_tokens)."""
+        held = max(cache.lengths)
+        self.cache.entries[..., :held, :] = cache.entries[..., :held, :]
+        self.cache.truncate(cache.lengths)
+        self.penalties.held.copy_(penalties.held)
+        self.penalties.bias.copy_(penalties.bias)
+        self.following.copy_(following)
+        self.uniforms.copy_(uniforms)
+        self.at.zero_()
 
     @property
     def has_room(self) -> bool:

@@ -73,7 +73,8 @@ def _choose_among(
 
     Return the tokens, (B,), and whether each is certain: sorting the other logits would not change it.
     """
-    if count < logits.size(1):
+    sorts_all = count == logits.size(1)
+    if not sorts_all:
         order = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
         values, places = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
         order = order.gather(1, places)  # equal logits by ascending id, as in the full sort
@@ -86,7 +87,7 @@ def _choose_among(
 
     weights = weigh(values)[:, : sampling.top_k or None]  # (B, n)
     cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
+    total = cumulative[:, -1:] if sampling.top_k or sorts_all else weigh(logits).sum(dim=-1, keepdim=True)
     before = cumulative - weights  # 0 for the likeliest token, which always stays
     kept = (before < sampling.top_p * total) & (weights > 0)
     last = kept.sum(dim=-1, keepdim=True) - 1  # index of the last token in the nucleus

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +22,7 @@ from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
 
 MIN_CAPTURED_TOKENS = 16  # capturing takes as long as a few tokens
+MIN_CAPACITY = 64  # the attention kernels work on blocks
 
 
 @torch.inference_mode()
@@ -40,24 +42,18 @@ def stream(
     exact = exact_device(model.device)  # the device on which tokens are chosen
     uniforms = torch.stack([draw_uniforms(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
     penalties = Penalties(sampling, rows, bias)
-    context, ahead = model.config.max_seq_len, runs_ahead(model.device)
-    cache, next_logits = prefill(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
-    graphs = build_capture(model.device)
-    if graphs is not None and sampling.max_new_tokens >= MIN_CAPTURED_TOKENS and max(cache.lengths) < context:
-        decoder = None
+    context, ahead, longest = model.config.max_seq_len, runs_ahead(model.device), max(map(len, rows))
+    capacity = min(context, longest + sampling.max_new_tokens)
+    decoder = take_decoder(model, len(rows), capacity, sampling) if longest < context else None
+    cache, next_logits = prefill(model, rows, capacity if decoder is None else longest)
+    if decoder is not None:
+        decoder.fill(cache, next_logits, penalties, uniforms)
+        del cache, next_logits
         try:
-            with _without_cudnn(model.device):
-                decoder = CapturedDecoder(model, cache, next_logits, penalties, uniforms, sampling, graphs)
-        except RuntimeError as error:  # memory may be too small for a second cache
-            say_once(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
-        if decoder is not None:
-            del cache, next_logits  # the decoder has its own
-            try:
-                yield from replay(decoder, rows, sampling.max_new_tokens)
-            finally:  # also if the text ends early
-                del decoder
-                free_unused_memory(model.device)
-            return
+            yield from replay(decoder, rows, sampling.max_new_tokens)
+        finally:  # also if the text ends early
+            model.kept_decoder = decoder
+        return
     for t in range(sampling.max_new_tokens):
         logits = next_logits.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
@@ -74,6 +70,34 @@ def stream(
         if not queued and not is_last:
             prefill_full_rows(model, cache, rows)
             next_logits = _decode_one_token(model, cache, tokens.to(model.device))
+
+
+def take_decoder(
+    model: TransformerLanguageModel, rows: int, capacity: int, sampling: Sampling
+) -> CapturedDecoder | None:
+    """Return a decoder for texts of up to `capacity` tokens; None where nothing is captured. Capturing takes longer
+    than ten tokens, so the model keeps the last decoder for texts of the same kind. While it is used, others get their
+    own."""
+    kept, model.kept_decoder = model.kept_decoder, None
+    limit = model.config.max_seq_len + -model.config.max_seq_len % MIN_CAPACITY
+    capacity = min(limit, max(MIN_CAPACITY, 1 << (capacity - 1).bit_length()))  # a conversation grows
+    sampling, weights = replace(sampling, seed=0, stop=()), model.token_embedding.weight.data_ptr()
+    key = (rows, capacity, sampling, weights)
+    if kept and kept.key == key:
+        return kept
+    del kept
+    free_unused_memory(model.device)
+    graphs = build_capture(model.device) if sampling.max_new_tokens >= MIN_CAPTURED_TOKENS else None
+    if graphs is None:
+        return None
+    try:
+        with _without_cudnn(model.device):
+            decoder = CapturedDecoder(model, rows, capacity, sampling, graphs)
+    except RuntimeError as error:  # memory may be too small
+        say_once(f"Capturing CUDA graphs failed ({str(error).splitlines()[0]}); generation is slower without them.")
+        return None
+    decoder.key = key
+    return decoder
 
 
 def replay(
@@ -170,7 +194,7 @@ def prefill_full_rows(model: TransformerLanguageModel, cache: KVCache, rows: lis
     lengths = list(cache.lengths)
     if keep > 1:
         fresh, _ = prefill(model, [rows[i][-keep:-1] for i in full], keep)
-        cache.keys[:, full, :, :keep], cache.values[:, full, :, :keep] = fresh.keys, fresh.values
+        cache.entries[:, :, full, :, :keep] = fresh.entries
     for i in full:
         lengths[i] = keep - 1
     cache.truncate(lengths)

@@ -137,7 +137,9 @@ def _continue_prompts(
         )
         return []
 
-    return on_main_process(generate_if_it_fits)
+    texts = on_main_process(generate_if_it_fits)
+    model.kept_decoder = None  # its memory is for steps
+    return texts
 
 
 def write_samples(run: Run, deadline: float) -> list[Answer]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from common.output import say_once
 from generation import sampling as sampling_module
@@ -38,12 +41,12 @@ def test_the_text_is_that_of_the_uncaptured_stream(
 ) -> None:
     """Rows of different lengths, to the end of the context and past it, more than once."""
     model = random_model(len(CHARACTERS), **form)
-    prompts = ["a", "badge", "abcdefgh" * 2, "hh"], ["a", "badge", "hh"]
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"], ["a", "badge", "hh"], ["cab", "e", "head"], ["fade"]
     sampling = changed(sampling, max_new_tokens=3 * CONTEXT, **penalties)
     expected = [generate(model, characters, rows, sampling) for rows in prompts]
     captures = request.getfixturevalue("captures")
     assert [generate(model, characters, rows, sampling) for rows in prompts] == expected
-    assert len(captures) == 2 and [len(capture.tapes) for capture in captures] == [0, 1]
+    assert [len(capture.tapes) for capture in captures] == [1, 1]  # none in a full context; three texts share one
 
 
 def test_generation_is_uncaptured_if_recording_fails(
@@ -62,3 +65,14 @@ def test_generation_is_uncaptured_if_recording_fails(
     for _ in range(2):
         assert generate(model, characters, rows, asked) == expected
     assert caplog.text.count("Capturing CUDA graphs failed (CUDA error: operation not permitted when stream") == 1
+
+
+def test_two_texts_at_once_have_a_decoder_each(captures: list[TapeCapture]) -> None:
+    model, bias = random_model(len(CHARACTERS)), torch.zeros(len(CHARACTERS))
+
+    def begin(token: int) -> Iterator[list[int]]:
+        return (tokens for tokens, _ in stream.stream(model, [[token]], Sampling(max_new_tokens=40), bias))
+
+    alone = [list(begin(token)) for token in (1, 2)]
+    at_once = list(zip(begin(1), begin(2), strict=True))
+    assert [list(texts) for texts in zip(*at_once, strict=True)] == alone and len(captures) == 2
