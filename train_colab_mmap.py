@@ -165,8 +165,7 @@ def take_steps(
 ) -> tuple[Report, list[Answer]]:
     """Train to the last step, or until a signal, a limit or `max_steps`. Return the report and the
     answers of the last evaluation. Raises Abandoned if a signal or a lack of memory ends a step."""
-    config, state = run.config, run.state
-    answers: list[Answer] = []
+    state, answers = run.state, list[Answer]()
     if not run.is_done:
         with clock.paused("starting"), stop.abandonable():
             prepare(run)  # compiles
@@ -192,7 +191,7 @@ def take_steps(
                 elapsed, ending, pace = agree(clock, stop, saver)
                 run.advance(elapsed, ending)
                 run.switch_if_due(pace)
-                if run.hardware.device.type == "cpu" or run.due(config.log_interval):
+                if run.hardware.device.type == "cpu" or report.is_due:
                     require_stable(run)  # synchronizes with a GPU, so only when a report does
                 report.add_step(loss, grad_norm, lr)
             if not run.evaluation_due:  # a checkpoint includes the evaluation of its step

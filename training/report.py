@@ -31,6 +31,7 @@ from training.records import (
 from training.run import Run
 from training.tracker import Tracker
 
+REPORT_STEPS, REPORT_SECONDS = 10, 0.2  # between reports
 ANNOUNCED_EVALUATION_SECONDS = 20.0  # longer evaluations are announced
 CURVE_INTERVAL_SECONDS = 10.0  # drawing the curve takes a tenth of a second
 BUSY_CPU_SHARE, BUSY_CPU_STEPS = 0.5, 10  # CPU time / time of a session, judged after this many steps
@@ -91,14 +92,23 @@ class Report:
         is_known = self.run.hardware.device.type == "cpu" and seconds
         return (self.last.cpu - self.first.cpu) / seconds if is_known else 1.0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether to report the last step. For that the host waits for a GPU, which would cost short steps up to a
+        twentieth of their time. Several GPUs wait at the same steps."""
+        run, interval = self.run, self.run.config.log_interval
+        if interval is not None:
+            return run.due(interval)
+        waits = run.hardware.is_cuda and run.hardware.processes == 1 and not run.took_last_step
+        return run.due(REPORT_STEPS) and not (waits and self.now().seconds - self.last.seconds < REPORT_SECONDS)
+
     def add_step(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         """Report the last step if a report is due. Only then does the host wait for the device. `loss`: mean over the
         whole effective batch, (); `grad_norm`: before clipping, (); `lr`: AdamW's."""
-        run, interval = self.run, self.run.config.log_interval
+        run, is_due = self.run, self.is_due
         self.bar.update()
-        is_due = run.due(interval)
         if run.state.step == self.first.step + 1:
-            is_due = bool(interval)  # steps may take minutes
+            is_due = run.config.log_interval != 0  # steps may take minutes
             run.hardware.synchronize()
             log.info(f"First step {self.clock.session_seconds:.1f} s after the start")
         if is_due:

@@ -74,6 +74,21 @@ def samples_at(report: Report, step: int, answers: list[Answer]) -> None:
     report.add_samples(answers)
 
 
+@pytest.mark.parametrize(
+    ("device", "interval", "due"), [("cuda", None, [100]), ("cpu", None, [10, 20, 100]), ("cuda", 20, [20, 100])]
+)
+def test_on_a_gpu_short_steps_are_reported_by_time(
+    tmp_path: Path, hardware: Hardware, device: str, interval: int | None, due: list[int]
+) -> None:
+    """Unless an interval was asked for. The last step always is."""
+    report, seen = report_of(tmp_path, hardware, log_interval=interval), []
+    report.run.hardware = dataclasses.replace(hardware, device=torch.device(device))
+    for step in (5, 10, 20, 100):
+        report.run.state.step, report.run.state.sequences_seen = step, 8 * step
+        seen += [step] * report.is_due
+    assert seen == due
+
+
 def take_step(report: Report) -> None:
     report.run.advance()
     report.bar.update()
