@@ -16,6 +16,7 @@ from training.dial import EVALUATING_SHARE, Choice, Dial
 from training.hardware import CPU_COMPILE_SAVING, CPU_DROPOUT_SLOWDOWN, GPU_COMPILE_SECONDS, Hardware, compile_seconds
 from training.law import expected_loss, useful_passes
 from training.memory import build_on_meta
+from training.optimizer import is_hidden_matrix
 from training.text import TRAIN_SHARE, TextStats, choose_vocabulary
 from training.timing import TOKENIZING_BYTES_PER_SECOND, Candidate, Machine, StepTimes
 
@@ -44,13 +45,18 @@ MACHINES = {
 # Bytes moved and operations as measured on an H200 at 12 x 768 and 4 x 256 (docs/benchmarks/gpu-nvidia-h200.md).
 EAGER, COMPILED = (900, 54, 90), (300, 36, 45)
 LOGITS = {False: 12, True: 2}  # bytes kept for each
-UPDATE_OPERATIONS = 200
+UPDATE_OPERATIONS, MUON_BYTES, ADAMW_BYTES = 200, 190, 28  # not compiled, as the dial times it
 MODELS: dict[Any, Any] = {}  # their shapes, and what memory they take: many dials are asked the same
 
 
 @functools.cache
 def parameters(model: TransformerLanguageModel) -> int:
     return model.num_parameters()
+
+
+@functools.cache
+def muon_parameters(model: TransformerLanguageModel) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if is_hidden_matrix(name, p))
 
 
 @dataclass
@@ -95,8 +101,14 @@ class Pretended(Machine):
         return max(launches, in_products + bytes_moved / self.specs.bandwidth)
 
     def update(self, candidate: Candidate) -> float:
-        bytes_moved = 40 * parameters(candidate.model)
-        return UPDATE_OPERATIONS * self.specs.launch + bytes_moved / self.specs.bandwidth
+        """Seconds of an update. Muon's iteration has 5 steps of 2 products with a square matrix, and one of two square
+        ones. Gives an H200's 0.8, 2.5 and 7.5 ms at 4 x 256, 8 x 512 and 12 x 768, and two cores' 13, 87 and 1,200 ms
+        at 4 x 128, 4 x 256 and 8 x 512."""
+        width, muon = candidate.model.config.embed_dim, muon_parameters(candidate.model)
+        bytes_moved = MUON_BYTES * muon + ADAMW_BYTES * (parameters(candidate.model) - muon)
+        rate = self.specs.flops * (width / (width + 256) if self.is_gpu else 1)
+        in_products = 5 * muon * (4 * width + 2 * width) / rate
+        return UPDATE_OPERATIONS * self.specs.launch + bytes_moved / self.specs.bandwidth + in_products
 
     def memory(self, candidate: Candidate, rows: int, length: int, compiled: bool) -> float:
         """Bytes at the peak of a step."""
