@@ -173,6 +173,10 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (
+            self.weight.dtype == torch.float16
+        ):  # and the residual stream in fp32: see `convert` in generation/loading.py
+            x = x.half()
         if x.dtype != torch.bfloat16 or x.numel() != self.in_features or x.device.type != "cpu":
             return super().forward(x)
         vector = x.reshape(-1)
@@ -189,6 +193,7 @@ class Head(Linear):
         rows, padding = x.shape[:-1].numel(), -self.out_features % VOCAB_MULTIPLE
         if not (x.is_cuda and padding and rows >= VOCAB_MULTIPLE):
             return super().forward(x)
+        x = x.half() if self.weight.dtype == torch.float16 else x
         return F.linear(x, F.pad(self.weight, (0, 0, 0, padding)))[..., : self.out_features]
 
 
@@ -452,6 +457,7 @@ class TransformerLanguageModel(nn.Module):
         """Return the input of the first block, tokens (B, T) -> (B, T, C), and the rotation for all blocks: (T, D) or
         (B, T, D), as `positions` is (T,) or (B, T)."""
         x = self.token_embedding(tokens)  # (B, T, C)
+        x = x.float() if x.dtype == torch.float16 else x
         rotation = None
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)

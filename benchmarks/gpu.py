@@ -109,18 +109,14 @@ class Bench(NamedTuple):
 
         return TimedRun.open(shlex.split(f"{flags} {self.words}"))
 
-    def synchronize(self) -> None:
-        import torch
-
-        if not self.toy:
-            torch.cuda.synchronize()
-
     def time(self, work: Callable[[], object], seconds: float = 0.7) -> float:
         """Return the milliseconds per call."""
+        import torch
+
         from benchmarks.workload import time_steps
 
         work()
-        return 1000 * time_steps(work, self.synchronize, 0.01 if self.toy else seconds)[0]
+        return 1000 * time_steps(work, int if self.toy else torch.cuda.synchronize, 0.01 if self.toy else seconds)[0]
 
 
 def median_of(rows: Sequence[dict[str, Any]], key: str) -> float:
@@ -129,21 +125,9 @@ def median_of(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def machine(bench: Bench) -> None:
-    """Measure the limits of host and GPU."""
     import torch
 
     bench.note("machine", **describe_machine(), cudnn=torch.backends.cudnn.version())
-    if bench.toy:
-        return
-    one = torch.zeros(1, device="cuda")
-    large, other = (torch.randn(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    bench.note(
-        "limits",
-        us_of_an_operation=1000 * bench.time(lambda: one.add_(1), 0.1),
-        copied_tb_per_second=4 * large.numel() / bench.time(lambda: large.copy_(other), 0.1) / 1e9,
-        product_tflops=2 * 8192**3 / bench.time(lambda: a @ b, 0.1) / 1e9,
-    )
 
 
 def train_on_books(bench: Bench, name: str) -> None:
@@ -175,8 +159,6 @@ def tests(bench: Bench) -> None:
 
 def loop(bench: Bench) -> None:
     """Time steps with the dial's optimizer: alone, in the trainer's loop, and how long the host takes for them."""
-    import torch
-
     for layers, width, context, rows in LOOPS[:1] if bench.toy else LOOPS:
         flags = (
             f"--config small_modern.json --num_layers {layers} --embed_dim {width} --num_heads {width // 64} "
@@ -189,12 +171,9 @@ def loop(bench: Bench) -> None:
         for _ in some:
             training.step()
         figures["host"] = 1000 * (time.perf_counter() - began) / len(some)
-        bench.synchronize()
+        training.hardware.synchronize()
         if training.captured is not None:
             figures["update"] = bench.time(training.captured.replay_update)
-        del training
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
         _, measured = bench.train(f"loop_{layers}x{width}", f"{flags} {bench.words}")
         figures["in the loop"] = median_of(measured, "ms_per_step")
         bench.note(f"{layers} x {width}, {rows} x {context}, ms a step", **figures)
@@ -276,7 +255,7 @@ def card(bench: Bench) -> None:
 
     from benchmarks.workload import time_tokens
     from common.checkpoint import step_folders
-    from generation.loading import generation_dtype
+    from generation.loading import convert, generation_dtype
 
     first = quickstart(bench)
     for folder in ("killed", "mirror"):
@@ -291,8 +270,8 @@ def card(bench: Bench) -> None:
     again = quickstart(bench, "killed", f"{saving} --resume auto")
     training = bench.open(f"--config gpt2_small.json --data_dir {bench.random_tokens(65 if bench.toy else 32_000)}")
     ms, peak = bench.time(training.step, 3.0), (training.hardware.peak_memory() or 0) / 1e9
-    model = training.model.to(generation_dtype(training.shape, training.model.device)).eval()
-    token = statistics.median(time_tokens(model, 1, 4, 8 if bench.toy else 50))
+    convert(training.model, training.model.device, generation_dtype(training.shape, training.model.device))
+    token = statistics.median(time_tokens(training.model.eval(), 1, 4, 8 if bench.toy else 50))
     about = describe_machine()
     row = {
         "card": about["device"],
@@ -384,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if expected > ends - began:
                 take(f"{name}: left out, because it takes {expected:.0f} s, and {ends - began:.0f} s are left\n")
                 continue
-            take(f"\n{name}: about {expected:.0f} s on an H200\n")
+            take(f"\n{name}: about {expected:.0f} s\n")
             code = run_part([*words, "--part", name], min(2 * expected, ends - began), take)
             seconds = time.perf_counter() - began
             add_figures(path, {"parts": {name: {"seconds": round(seconds, 1), "exit_code": code}}})

@@ -31,7 +31,6 @@ if __name__ == "__main__":  # a script's import path is its own folder
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 from benchmarks.measure import (
     ROOT,
@@ -47,6 +46,7 @@ from benchmarks.workload import TimedRun, spread_logits, time_steps, time_tokens
 from common.flags import Parser
 from common.machine import cpu_bf16_flag, has_fast_bf16, pick_device
 from common.script import script
+from generation.loading import convert, generation_dtype
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.corpus import find_sources, read_blocks
@@ -99,16 +99,6 @@ def _build_step(techniques: Sequence[str], config: Config, folder: str, device: 
         loss.item()  # as a loop that prints every loss does
 
     return take_step
-
-
-def _draw_ladder(medians: dict[str, float], title: str, path: Path) -> None:
-    figure, values = Figure(figsize=(8, 3.2), layout="constrained"), list(medians.values())
-    axes = figure.subplots()
-    bars = axes.barh(list(medians), values)
-    axes.bar_label(bars, [f"{value:.3g} s, {values[0] / value:.1f}x" for value in values], padding=4)
-    axes.set(xlabel="seconds per training step", title=title, xlim=(0, 1.25 * max(values)))
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=120)
 
 
 def _build_nanogpt(path: str, config: Config, folder: str, device: torch.device) -> Callable[[], object]:
@@ -171,8 +161,8 @@ def _time_generation(device: torch.device, toy: bool) -> str:
     model = spread_logits(TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024)))
     dtypes = [torch.float32, *[torch.bfloat16] * bool(cpu_bf16_flag())]
     rows = []
-    for dtype in [torch.bfloat16] if device.type == "cuda" else dtypes:
-        model.to(device, dtype).eval()
+    for dtype in [generation_dtype(model.config, device)] if device.type == "cuda" else dtypes:
+        convert(model.eval(), device, dtype)
         for texts, held in [GENERATION_CASES[0], *GENERATION_CASES]:  # the first warms up
             gap = statistics.median(time_tokens(model, texts, held, NEW_TOKENS))
             what = f"{texts} x {held}, {str(dtype).removeprefix('torch.')}"
@@ -254,8 +244,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = config.sequences_per_step * config.max_seq_len
         measured, table = measure_in_turn(commands, flags.rounds, tokens)
     write_results(stem, f"Speed ladder: {title}", {"machine": machine, "rungs": measured}, table)
-    medians = {rung: statistics.median(seconds) for rung, seconds in measured.items()}
-    _draw_ladder(medians, title, stem.with_suffix(".png"))
     return 0
 
 

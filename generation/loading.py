@@ -25,7 +25,7 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     """Load a model and its tokenizer from a checkpoint folder, or from the newest checkpoint of a run folder (default:
     the newest run).
 
-    `device` is "auto", "cpu", "cuda" or "mps". Weights are bf16 if that is faster (`generation_dtype`), else fp32.
+    `device` is "auto", "cpu", "cuda" or "mps". Weights have the `generation_dtype`.
     Raises CheckpointError for a missing or damaged checkpoint, ConfigError for a missing device.
     """
     return load_checkpoint(open_checkpoint(find_newest_run() if path is None else path), device)
@@ -47,19 +47,31 @@ def load_checkpoint(
     with Uninitialized():
         model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
-    model.to(target, dtype or generation_dtype(config, target))
+    convert(model, target, dtype or generation_dtype(config, target))
     return model.eval(), tokenizer
 
 
+def convert(model: TransformerLanguageModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Move the weights to a device and convert them. With fp16 the residual stream and its norms stay in fp32, because
+    its range is too narrow for a sum over all layers."""
+    is_half = dtype == torch.float16
+    model.to(device, torch.float32 if is_half else dtype)
+    for name, module in model.named_modules():
+        if is_half and name.endswith(("attention", "feed_forward", "embedding", "head")):
+            module.half()
+
+
 def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return bf16 if the hardware has units for it, else fp32. Each token reads all weights once, so half the bytes
-    take half the time.
+    """Return bf16 if the hardware has units for it, else fp16 on a GPU and fp32 elsewhere. Each token reads all weights
+    once, so half the bytes take half the time.
 
     Narrow models on a CPU use fp32, because bf16 has more overhead per operation (measured on a CPU with AMX, batch 1:
     256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
     """
     wide_enough = device.type == "cuda" or config.embed_dim >= CPU_BF16_MIN_WIDTH
-    return torch.bfloat16 if wide_enough and has_fast_bf16(device) else torch.float32
+    if wide_enough and has_fast_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def generate_text(

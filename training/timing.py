@@ -209,8 +209,7 @@ def _time_parts(
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            captures, do_pass, do_update = False, run_pass, take_update  # the training will not record them either
-        if not captures:
+            captures, do_pass, do_update = False, run_pass, take_update  # the training will not capture them either
             optimizer.zero_grad(set_to_none=True)
     while len(passes) < MIN_TIMED_STEPS or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED_STEPS):
         began, cpu_began = now(), time.thread_time()

@@ -85,7 +85,6 @@ def test_each_rung_of_the_ladder_is_measured_and_nanogpt_beside_it(
     assert set(peers.RUNGS) - {"bf16"} <= rungs.keys()
     for rung, (seconds,) in rungs.items():
         assert seconds > 0 and f"| {rung} | {1000 * seconds:,.1f} | {4 * 16 / seconds:,.0f} | " in page
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:

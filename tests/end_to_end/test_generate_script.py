@@ -17,6 +17,7 @@ import torch
 
 import generate as script
 from generation import loading
+from generation.stream import prefill
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT, answer_without_libraries, call_before, with_large_weights
@@ -374,6 +375,24 @@ def test_a_wide_model_is_bf16_on_a_cpu_that_has_it(make_checkpoint, tmp_path, mo
     model, tokenizer = script.load_model(make_checkpoint(tmp_path / "checkpoint", "character"))
     assert next(model.parameters()).dtype == (torch.bfloat16 if flag else torch.float32)
     assert len(script.generate_text(model, tokenizer, "bad", max_new_tokens=40, repetition_penalty=1.1)) == 43
+
+
+@pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "norm_gain": True}])
+def test_fp16_has_the_logits_of_fp32_where_the_residual_stream_exceeds_its_range(form):
+    """As on a GPU without bf16: a T4."""
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(ModelConfig(300, 64, 2, 4, max_seq_len=40, **form)).eval()
+    for block in model.blocks:
+        block.feed_forward.fc2.bias.data[::2] = 3e4
+    tokens = torch.randint(300, (2, 40))
+    with torch.inference_mode():
+        expected = model(tokens)
+        loading.convert(model, torch.device("cpu"), torch.float16)
+        assert model.residual(tokens).abs().max() > torch.finfo(torch.float16).max
+        torch.testing.assert_close(model(tokens).float(), expected, rtol=0, atol=0.01 * expected.std().item())
+        cache, first = prefill(model, tokens[:, :-1].tolist(), 40)
+        assert cache.entries.dtype == torch.float16
+        torch.testing.assert_close(first, expected[:, -2], rtol=0, atol=0.01 * expected.std().item())
 
 
 def test_help_does_not_wait_for_torch():
