@@ -124,12 +124,6 @@ def median_of(rows: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median([row[key] for row in rows if key in row][1:] or [math.nan])
 
 
-def machine(bench: Bench) -> None:
-    import torch
-
-    bench.note("machine", **describe_machine(), cudnn=torch.backends.cudnn.version())
-
-
 def train_on_books(bench: Bench, name: str) -> None:
     """Train a config on the books in datasets_cache/, evaluated after each pass. Write a page with the losses, the
     summary and the answers to PROMPTS, and the curve."""
@@ -195,13 +189,12 @@ def own_text(bench: Bench, name: str = "own_text", texts: str = "") -> None:
     """Run README's command for one's own text."""
     minutes, began = 0.2 if bench.toy else 2, time.perf_counter()
     flags = "--device cpu --compile off --epochs 1" if bench.toy else "--device cuda"
-    output, rows = bench.train(
+    _, rows = bench.train(
         name, f"{texts or f'--input {shlex.quote(bench.books)}'} --minutes {minutes} --resume never {flags}"
     )
-    lines = re.findall(r"(?m)^(?:Choice|Expected|Reading|Compile|Your text) .*|First step .*", output)
     scored = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
     figures = {"steps": rows[-1]["step"], "scored": scored, "ms": median_of(rows, "ms_per_step")}
-    bench.note(name, minutes=minutes, used=(time.perf_counter() - began) / 60, lines=lines, **figures)
+    bench.note(name, minutes=minutes, used=(time.perf_counter() - began) / 60, **figures)
 
 
 def companion(bench: Bench) -> None:
@@ -251,8 +244,6 @@ def memory(bench: Bench) -> None:
 
 def card(bench: Bench) -> None:
     """Print a line about this card: the quickstart, killed and continued from its mirror; GPT-2 small; generation."""
-    import torch
-
     from benchmarks.workload import time_tokens
     from common.checkpoint import step_folders
     from generation.loading import convert, generation_dtype
@@ -275,7 +266,7 @@ def card(bench: Bench) -> None:
     about = describe_machine()
     row = {
         "card": about["device"],
-        "torch": torch.__version__,
+        "torch": about["torch"],
         "quickstart": f"{first['seconds']:.0f} s, {first['ms']:.1f} ms a step, {', '.join(first['right'])} right",
         "its loss; killed, and continued from the mirror": f"{first['loss']:.4f}; {again['loss']:.4f}",
         "GPT-2 small": f"{ms:,.0f} ms a step, {peak:.1f} GB",
@@ -288,7 +279,7 @@ def card(bench: Bench) -> None:
 
 # name: (function, expected seconds on an H200). A part is cut off after twice as many.
 PARTS: dict[str, tuple[Callable[[Bench], object], float]] = {
-    "machine": (machine, 15),
+    "machine": (lambda bench: bench.note("machine", **describe_machine()), 15),
     "gpt2_small": (lambda bench: train_on_books(bench, "gpt2_small"), 200),
     "gpt2_small_modern": (lambda bench: train_on_books(bench, "gpt2_small_modern"), 215),
     "tests": (tests, 110),

@@ -78,7 +78,7 @@ def take_decoder(
     """Return a decoder for texts of up to `capacity` tokens; None where nothing is captured. Capturing takes longer
     than ten tokens, so the model keeps the last decoder for texts of the same kind. While it is used, others get their
     own."""
-    kept, model.kept_decoder = model.kept_decoder, None
+    kept = model.__dict__.pop("kept_decoder", None)  # at once: a server has several threads
     limit = model.config.max_seq_len + -model.config.max_seq_len % MIN_CAPACITY
     capacity = min(limit, max(MIN_CAPACITY, 1 << (capacity - 1).bit_length()))  # a conversation grows
     sampling, weights = replace(sampling, seed=0, stop=()), model.token_embedding.weight.data_ptr()
