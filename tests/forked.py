@@ -7,6 +7,7 @@ TORCHDYNAMO_DISABLE aside.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -131,6 +132,7 @@ def run_script(
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = words
+    gc.freeze()  # as if this had been imported before: not to be looked through at each collection
     first()
     # Python looks beside the script, and not in the project: the script has to.
     project = [path for path in sys.path if Path(path).resolve() == ROOT]

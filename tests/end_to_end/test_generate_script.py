@@ -38,9 +38,9 @@ def empty_folder_without_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def random_model(vocab_size: int, seed: int = 0) -> TransformerLanguageModel:
+def random_model(vocab_size: int, seed: int = 0, **form: object) -> TransformerLanguageModel:
     torch.manual_seed(seed)
-    model = TransformerLanguageModel(ModelConfig(vocab_size, 16, 2, 1, max_seq_len=32))
+    model = TransformerLanguageModel(ModelConfig(vocab_size, 16, 2, 1, max_seq_len=32, **form))
     return with_large_weights(model)
 
 
@@ -56,8 +56,8 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
     for kind, tokenizer in tokenizers.items():
         tokenizer.save(folder / kind)
 
-    def save(path: Path, kind: str = "character", seed: int = 0, state: dict | None = None) -> Path:
-        model = random_model(tokenizers[kind].vocab_size, seed)
+    def save(path: Path, kind: str = "character", seed: int = 0, state: dict | None = None, **form: object) -> Path:
+        model = random_model(tokenizers[kind].vocab_size, seed, **form)
         optimizer = build_optimizer(model, Config())
         save_checkpoint(
             path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, state or {"step": 1}
@@ -70,44 +70,6 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture
 def checkpoint(make_checkpoint, tmp_path) -> Path:
     return make_checkpoint(tmp_path / "elsewhere" / "step_00000001")
-
-
-@pytest.fixture
-def run(capsys) -> Callable[..., tuple[int, str, str]]:
-    """Call the script in this process. Returns its exit code, stdout and stderr; an escaping exception fails."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = script.main([str(word) for word in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def fails(run) -> Callable[..., str]:
-    """Call the script with a mistake; returns its one message after checking the exit code."""
-
-    def call(expected_code: int, *argv: object) -> str:
-        code, _, err = run(*argv)
-        assert code == expected_code, err
-        assert err.startswith("error: ") and "Traceback" not in err
-        assert err.count("error:") == 1
-        return err
-
-    return call
-
-
-@pytest.fixture
-def rows(run) -> Callable[..., list[dict]]:
-    """Call the script with --json; every line it prints has to be an object."""
-
-    def call(*argv: object) -> list[dict]:
-        code, out, err = run("--json", *argv)
-        assert code == 0, err
-        return [json.loads(line) for line in out.splitlines()]
-
-    return call
 
 
 # Which checkpoint
@@ -186,7 +148,7 @@ def test_the_blogs_checkpoints_load(blog_checkpoint, checkpoint, run):
 def test_a_process_of_its_own_survives_an_encoding_and_waits_for_no_compiler(make_checkpoint, tmp_path):
     """A pipe on Windows, or a server without a locale: escapes in JSON are ASCII, whatever the text is. And torch's
     compiler, which takes as long to import as all the rest of torch, is left alone."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "bpe")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "bpe", position="rope")
     (tmp_path / "prompts.txt").write_text("größer ☃\n", encoding="utf-8")
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(checkpoint), "--json"]
     command += ["--prompts_file", str(tmp_path / "prompts.txt"), *map(str, SHORT)]

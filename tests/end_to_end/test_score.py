@@ -6,7 +6,6 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,37 +54,6 @@ def checkpoint(tmp_path) -> Path:
 @pytest.fixture
 def bpe_checkpoint(tmp_path) -> Path:
     return save(tmp_path / "bpe_model", BPETokenizer.train(["the cat and the dog"] * 4, vocab_size=265))
-
-
-@pytest.fixture
-def run(capsys) -> Callable[..., tuple[int, str, str]]:
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = script.main([str(word) for word in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def rows(run) -> Callable[..., list[dict]]:
-    def call(*argv: object) -> list[dict]:
-        code, out, err = run("--json", *argv)
-        assert (code, err) == (0, "")
-        return [json.loads(line) for line in out.splitlines()]
-
-    return call
-
-
-@pytest.fixture
-def fails(run) -> Callable[..., str]:
-    def call(expected_code: int, *argv: object) -> str:
-        code, _, err = run(*argv)
-        assert code == expected_code, err
-        assert err.startswith("error: ") and "Traceback" not in err and err.count("\n") == 1 + ("--help" in err)
-        return err
-
-    return call
 
 
 def test_json_is_an_object_per_file_with_the_documented_keys(checkpoint, rows):
