@@ -112,16 +112,6 @@ def rotations(
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotary_table(config: ModelConfig) -> torch.Tensor:
-    """Return the `rotations` of all positions, or on the meta device, where computing imports the compiler, their
-    shape."""
-    table = torch.empty(config.max_seq_len, config.head_dim)
-    if table.device.type == "meta":
-        return table
-    positions = torch.arange(config.max_seq_len)
-    return rotations(positions, config.head_dim, config.rope_base, config.rope_scaling)
-
-
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
@@ -357,7 +347,11 @@ class TransformerLanguageModel(nn.Module):
         if config.position == "learned":
             self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
         else:  # a table, because the compiler would recompute rotations for each element of each layer's q and k
-            self.register_buffer("rotary_table", rotary_table(config), persistent=False)  # (max_seq_len, D)
+            table = torch.empty(config.max_seq_len, config.head_dim)
+            if table.device.type != "meta":  # computing there imports the compiler, a second
+                positions = torch.arange(config.max_seq_len)
+                table = rotations(positions, config.head_dim, config.rope_base, config.rope_scaling)
+            self.register_buffer("rotary_table", table, persistent=False)
         if config.embed_norm:
             self.embed_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)

@@ -23,13 +23,13 @@ import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if __name__ == "__main__":  # a script's import path is its own folder
@@ -75,11 +75,9 @@ class Bench(NamedTuple):
         """Print figures on a line that `main` reads."""
         print("FIGURES", json.dumps({name: figures}), flush=True)
 
-    def start(self, command: str) -> subprocess.Popen[str]:
+    def start(self, command: str) -> Popen[str]:
         words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)]
-        return subprocess.Popen(
-            [sys.executable, "-u", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        return Popen([sys.executable, "-u", *words], stdout=PIPE, stderr=STDOUT, text=True)
 
     def run(self, command: str) -> str:
         """Run one of our commands; print its output as it comes, and return it. Raises DataError if it fails."""
@@ -296,9 +294,7 @@ PARTS: dict[str, tuple[Callable[[Bench], object], float]] = {
 
 def run_part(command: Sequence[str], limit: float, take: Callable[[str], None]) -> int:
     """Run a part, and give each line that it prints to `take`. Kill it after `limit` seconds. Return the exit code."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
-    ) as process:
+    with Popen(command, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True) as process:
         end_all = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # what it started, too
         (late := threading.Timer(limit, end_all)).start()
         try:
