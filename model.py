@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from model_config import ModelConfig
 
 VOCAB_MULTIPLE = 128
+# A CPU's flash attention in bf16 multiplies small blocks one by one when it goes backward: 3 times slower than in fp32
+# for 64 tokens, as fast for 256 (docs/benchmarks/what_was_tried.md).
+CPU_FP32_ATTENTION = 128  # tokens
 IGNORE_INDEX = -100  # targets with this value do not count in the loss
 
 
@@ -203,6 +206,12 @@ def lacks_flash(device: torch.device) -> bool:
     return is_gpu and torch.cuda.get_device_properties(device).major < 8
 
 
+def attend_in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` in fp32, also inside autocast."""
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options)
+
+
 def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Compute attention of one token: q (B, H, 1, D), k and v (B, K, S, D), mask (B, 1, 1, S), added to the scores ->
     (B, H, 1, D).
@@ -274,7 +283,8 @@ class MultiHeadAttention(nn.Module):
         # is_causal instead of a mask lets PyTorch choose the flash kernel. A single new token sees the whole cache, so
         # it needs neither. With several new tokens after a cache is_causal would be wrong: it aligns to the cache's
         # start.
-        y = F.scaled_dot_product_attention(
+        is_short = self.training and q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= CPU_FP32_ATTENTION
+        y = (attend_in_fp32 if is_short else F.scaled_dot_product_attention)(
             q,
             k,
             v,

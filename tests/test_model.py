@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.validation import build
 from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm, rotations
@@ -557,3 +558,18 @@ def test_what_attention_keeps_grows_with_the_context_not_with_its_square(dropout
 
     assert largest_kept(1024) == 2 * largest_kept(512) < 2 * 2 * 2 * 512 * 512  # sequences, heads, positions squared
     assert not any("mask" in name for name in TransformerLanguageModel(tiny_config()).state_dict())
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(128, torch.float32), (129, torch.bfloat16)])
+def test_in_bf16_on_a_cpu_attention_over_few_tokens_is_trained_in_fp32(tokens: int, dtype: torch.dtype) -> None:
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "flash_attention" in str(func):
+                dtypes.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    dtypes: set[torch.dtype] = set()
+    model, ids = TransformerLanguageModel(ModelConfig(300, 32, 2, 2, max_seq_len=129)), torch.randint(300, (2, tokens))
+    with Operations(), torch.autocast("cpu", torch.bfloat16):
+        model(ids, ids).backward()
+    assert dtypes == {dtype}
