@@ -71,11 +71,13 @@ def _materialized_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *
     return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
-def _build_step(techniques: Sequence[str], config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+def _build_step(
+    techniques: Sequence[str], config: Config, vocab_size: int, folder: str, device: torch.device
+) -> Callable[[], object]:
     """Return a training step with these techniques; all have fp32 weights, AdamW, and gradients clipped at 1."""
     if "flash attention" not in techniques:
         F.scaled_dot_product_attention = cast(Any, _materialized_attention)
-    model = TransformerLanguageModel(config.shape(config.vocab_size)).to(device)
+    model = TransformerLanguageModel(config.shape(vocab_size)).to(device)
     step_model = torch.compile(model) if "compile" in techniques else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
     mapped, T = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r"), config.max_seq_len
@@ -101,7 +103,9 @@ def _build_step(techniques: Sequence[str], config: Config, folder: str, device: 
     return take_step
 
 
-def _build_nanogpt(path: str, config: Config, folder: str, device: torch.device) -> Callable[[], object]:
+def _build_nanogpt(
+    path: str, config: Config, vocab_size: int, folder: str, device: torch.device
+) -> Callable[[], object]:
     """Return a step of nanoGPT's model and optimizer as its train.py takes it, on batches stacked row by row.
 
     CPU: fp32, eager, unfused AdamW. CUDA: compiled, bf16 (or fp16 if the GPU lacks it), TF32, fused AdamW. Its head is
@@ -113,7 +117,7 @@ def _build_nanogpt(path: str, config: Config, folder: str, device: torch.device)
     sys.modules[spec.name] = module  # its dataclass looks itself up in sys.modules
     spec.loader.exec_module(module)
     shape = module.GPTConfig(
-        block_size=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.num_layers, n_head=config.num_heads,
+        block_size=config.max_seq_len, vocab_size=vocab_size, n_layer=config.num_layers, n_head=config.num_heads,
         n_embd=config.embed_dim, dropout=0.0, bias=True,
     )  # fmt: skip
     model = module.GPT(shape).to(device)
@@ -202,6 +206,7 @@ def _time_tokenizing(text: str, toy: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT: measured, too")
+    parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="tokens of the vocabulary [32000]")
     parser.add_argument("--only", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of {', '.join(RUNGS)} [all]")
     parser.add_argument("--generation", action="store_true", help="instead: time generation, per token")
     parser.add_argument("--tokenizing", metavar="FILE", help="instead: time the pre-tokenizer on this text")
@@ -223,14 +228,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     words = [*rest, "--device", device.type, "--optimizer", "adamw"]  # the same on every rung
     config = parse_config(words)
+    vocab_size = flags.vocabulary or config.vocab_size
     if flags.worker:
         rung, folder = flags.worker
         if rung == "this trainer":
             take_step: Callable[[], object] = TimedRun.open([*words, "--data_dir", folder]).step
         elif rung == "nanoGPT":
-            take_step = _build_nanogpt(flags.nanogpt, config, folder, device)
+            take_step = _build_nanogpt(flags.nanogpt, config, vocab_size, folder, device)
         else:
-            take_step = _build_step(RUNGS[: RUNGS.index(rung) + 1], config, folder, device)
+            take_step = _build_step(RUNGS[: RUNGS.index(rung) + 1], config, vocab_size, folder, device)
         take_step()  # compiles
         print(time_steps(take_step, torch.cuda.synchronize if device.type == "cuda" else int, flags.seconds)[0])
         return 0
@@ -238,8 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rungs = flags.only or [rung for rung in RUNGS if not missing.get(rung)]
     title = f"{config.name}, {config.sequences_per_step} x {config.max_seq_len} tokens a step, {machine['device']}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        folder = str(write_random_tokens(Path(scratch) / "tokens", TOKENS, config.vocab_size))
+        folder = str(write_random_tokens(Path(scratch) / "tokens", TOKENS, vocab_size))
         words = [sys.executable, __file__, *words, "--seconds", str(flags.seconds), "--nanogpt", flags.nanogpt or ""]
+        words += ["--vocabulary", str(vocab_size)]
         commands = {rung: [*words, "--worker", rung, folder] for rung in rungs}
         tokens = config.sequences_per_step * config.max_seq_len
         measured, table = measure_in_turn(commands, flags.rounds, tokens)
