@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from model_config import ModelConfig
 
 VOCAB_MULTIPLE = 128
-# A CPU's flash attention in bf16 multiplies small blocks one by one when it goes backward: 3 times slower than in fp32
-# for 64 tokens, as fast for 256 (docs/benchmarks/what_was_tried.md).
+# A CPU's flash attention takes 3 times as long to go backward over 64 tokens in bf16 as in fp32, and as long over 256
+# (docs/benchmarks/what_was_tried.md).
 CPU_FP32_ATTENTION = 128  # tokens
 IGNORE_INDEX = -100  # targets with this value do not count in the loss
 
@@ -207,9 +207,9 @@ def lacks_flash(device: torch.device) -> bool:
 
 
 def attend_in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` in fp32, also inside autocast."""
+    """`F.scaled_dot_product_attention`, computed in fp32 even inside autocast."""
     with torch.autocast("cpu", enabled=False):
-        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options)
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
 def attend_one_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,7 @@ def _time_tokenizing(text: str, toy: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT: measured, too")
-    parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="tokens of the vocabulary [32000]")
+    parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="tokens of the vocabulary [the config's]")
     parser.add_argument("--only", nargs="+", choices=RUNGS, metavar="RUNG", help=f"of {', '.join(RUNGS)} [all]")
     parser.add_argument("--generation", action="store_true", help="instead: time generation, per token")
     parser.add_argument("--tokenizing", metavar="FILE", help="instead: time the pre-tokenizer on this text")
