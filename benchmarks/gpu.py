@@ -38,7 +38,7 @@ if __name__ == "__main__":  # a script's import path is its own folder
 from benchmarks.measure import ROOT, describe_machine, markdown_table, write_random_tokens
 from common.errors import DataError
 from common.files import read_json, write_json
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.script import script
 from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
@@ -324,7 +324,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--books", metavar="FILE", help="a text of some books, for own_text, companion and law")
     parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in this process
-    add_debug(parser)
     flags = parser.parse_args(argv)
     path, folder = Path(flags.output).absolute(), Path(flags.folder).absolute()
     books = str(Path(flags.books).absolute()) if flags.books else ""

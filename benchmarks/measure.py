@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from common.files import sha256_file
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 
@@ -33,7 +33,6 @@ Measurements = dict[str, list[float]]  # seconds per step by command, in the ord
 def add_result_flags(parser: Parser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
-    add_debug(parser)
 
 
 def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int, tokens: int) -> tuple[Measurements, str]:

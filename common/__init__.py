@@ -3,6 +3,8 @@
 import importlib.util
 import sys
 
+__version__ = "1.0.0"
+
 # fmt: off
 PACKAGES = (  # those of requirements.txt
     "torch", "numpy", "tokenizers", "tqdm", "safetensors", "filelock", "tiktoken", "matplotlib", "pydantic",

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic.fields import FieldInfo
 
+import common
 from common.errors import ConfigError
 from common.validation import check, choices_of, extras, fields_of, is_tuple, kind_of, suggest
 
@@ -40,6 +41,9 @@ class Parser(argparse.ArgumentParser):
         self.words: list[str] = []  # the last parsed command line
         self.options: Mapping[str, FieldInfo] = {}
         self.elsewhere: Mapping[str, str] = {}
+        version = f"gpt2-from-scratch {common.__version__}"
+        self.add_argument("--version", action="version", version=version, help="print the version")
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")  # read by script()
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads have other namespace classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -129,7 +133,6 @@ class Parser(argparse.ArgumentParser):
         self.usage = " ".join(["%(prog)s", *words, *(["[--FLAG VALUE ...]"] if len(words) < len(options) else [])])
         self.description = self.description or model.__doc__
         self.add_options(options)
-        add_debug(self)
         problems: list[str] = []
         values = self.read(argv, problems)
         names = {key: str(extras(f).get("word") or f"--{key}") for key, f in self.options.items()}
@@ -142,11 +145,6 @@ class Parser(argparse.ArgumentParser):
         end = "" if message.endswith((".", "?")) else "."
         hints = [hint for flag, _, hint in self.dashed_values() if message.startswith(f"argument {flag}: expected")]
         raise ConfigError(f"{message}{end}{''.join(hints[:1])} `python {self.prog} --help` lists all flags.")
-
-
-def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--debug`, which `common.script.script` reads."""
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _metavar_of(f: FieldInfo) -> str:

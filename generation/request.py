@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of
 
 MAX_SAMPLES = 1_000_000  # a larger number must be a mistake
@@ -84,7 +84,6 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
         "another. --score measures how well the model predicts a text.",
     )
     parser.add_options(FLAGS)
-    add_debug(parser)
     problems: list[str] = []
     settings = _parse_settings(parser.read(argv, problems), problems)
     parser.require_none(problems)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from packaging.requirements import Requirement
@@ -11,6 +13,7 @@ from packaging.specifiers import Specifier
 from packaging.version import Version
 
 import common
+from tests.end_to_end.commands import SCRIPTS
 from tests.helpers import ROOT
 
 ASKED = ("requirements.txt", ".ci/requirements-dev.txt", "requirements-files.txt", "requirements-extras.txt")
@@ -52,3 +55,20 @@ def test_the_oldest_are_the_lower_bounds() -> None:
     oldest = read(".ci/constraints-oldest.txt")
     for package, asked in read("requirements.txt").items():
         assert asked.operator == ">=" and Version(oldest[package].version) == Version(asked.version), package
+
+
+def test_every_script_prints_the_version_of_the_changelog(capsys: pytest.CaptureFixture[str]) -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest and newest[1] == common.__version__
+    for script in SCRIPTS.values():
+        with pytest.raises(SystemExit) as end:
+            script(["--version"])
+        assert not end.value.code and capsys.readouterr().out.split()[-1] == common.__version__
+
+
+def test_an_editable_install_has_every_folder_and_module() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = project["tool"]["setuptools"]
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "tools", "benchmarks", "notebooks"}
+    assert {name.removesuffix("*") for name in asked["packages"]["find"]["include"]} == folders
+    assert {f"{name}.py" for name in asked["py-modules"]} == {path.name for path in ROOT.glob("*.py")}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.validation import STRICT, NonEmptyText, check, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
@@ -130,7 +130,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
         epilog="Example: python tokenize_local_bpe.py --input my_text.txt",
     )
     parser.add_options(FLAGS)
-    add_debug(parser)
     problems: list[str] = []
     flags = parser.read(argv, problems)
     if "input" not in flags:

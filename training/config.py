@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
 from common.files import name_input, read_json
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.script import world
 from common.validation import STRICT, NonEmptyText, check, extras, fields_of, option, options_of, suggest
 from generation.request import FLAGS as GENERATION_FLAGS
@@ -507,6 +507,5 @@ def _trainer_parser() -> Parser:
         epilog="Example: python train_colab_mmap.py --config gpt2_small.json --batch_size 32",
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
-    add_debug(parser)
     parser.add_options(SCHEMA, OTHER_SCRIPTS_FLAGS)
     return parser

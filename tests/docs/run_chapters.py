@@ -23,7 +23,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import DataError
 from common.files import atomic_write
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.script import script
 from training.config import REPOSITORY
 
@@ -59,7 +59,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="tests/docs/run_chapters.py", description="Run the Python of docs/how_it_works/, compare its output."
     )
     parser.add_argument("--write", action="store_true", help="write the current output into the pages")
-    add_debug(parser)
     return parser.parse_args(argv)
 
 

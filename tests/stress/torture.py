@@ -21,7 +21,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measure import describe_machine, machine_slug, markdown_table, write_results
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.output import duration
 from common.script import script
 
@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=1000, metavar="N", help="SIGKILLs in all (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments (default: 1)")
     parser.add_argument("--output_dir", metavar="FOLDER", help="where the result goes (default: nowhere)")
-    add_debug(parser)
     flags = parser.parse_args(argv)
     from tests.stress.torture_round import run_rounds  # here, because --help must not import torch
 
