@@ -295,7 +295,8 @@ PARTS: dict[str, tuple[Callable[[Bench], object], float]] = {
 def run_part(command: Sequence[str], limit: float, take: Callable[[str], None]) -> int:
     """Run a part, and give each line that it prints to `take`. Kill it after `limit` seconds. Return the exit code."""
     with Popen(command, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True) as process:
-        end_all = functools.partial(os.killpg, process.pid, signal.SIGKILL)  # what it started, too
+        # What it started ends with it, except on Windows, which has no process groups.
+        end_all = functools.partial(os.killpg, process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill
         (late := threading.Timer(limit, end_all)).start()
         try:
             for line in process.stdout or ():
@@ -350,12 +351,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 take(f"{name}: left out, because it takes {expected:.0f} s, and {ends - began:.0f} s are left\n")
                 continue
             take(f"\n{name}: about {expected:.0f} s\n")
-            code = run_part([*words, "--part", name], min(2 * expected, ends - began), take)
+            limit = min(2 * expected, ends - began)
+            code = run_part([*words, "--part", name], limit, take)
             seconds = time.perf_counter() - began
             add_figures(path, {"parts": {name: {"seconds": round(seconds, 1), "exit_code": code}}})
             if code:
                 failed.append(name)
-                take(f"{name}: cut off after {seconds:.0f} s\n" if code == -signal.SIGKILL else f"{name}: failed\n")
+                take(f"{name}: cut off after {seconds:.0f} s\n" if seconds >= limit else f"{name}: failed\n")
     print(f"Failed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ from common.errors import UserError
 # Names of checkpoint folders. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
 STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
 RECORDS_FOLDER = "run"  # folder in each copy of a mirror
+WINDOWS_RENAME_SECONDS = 60.0
 CHECKPOINT_NAME = re.compile(rf"best|base|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
 
 
@@ -41,7 +43,7 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
@@ -57,6 +59,19 @@ def name_in_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
         if names_no_file or (temporary is not None and problem.filename == str(temporary)):
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
+
+
+def rename(source: Path, target: Path) -> None:
+    """os.replace, repeated on Windows, which refuses while another thread, process or virus scanner has a file open."""
+    deadline = time.monotonic() + WINDOWS_RENAME_SECONDS
+    while True:
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if os.name != "nt" or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def sync_directory(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.chat import Template
 from common.checkpoint import Checkpoint, build_stored_config, build_weights_files, write_files
 from common.errors import CheckpointError, ConfigError, DataError
-from common.files import json_bytes, sync_directory
+from common.files import json_bytes, rename, sync_directory
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync_directory(temporary)
         if out.exists():
             out.rmdir()  # it is empty; Windows does not replace a folder
-        os.replace(temporary, out)
+        rename(temporary, out)
     except OSError as problem:
         raise CheckpointError(
             f"{out} could not be written ({problem.strerror or problem}), and the incomplete folder was deleted. Free "

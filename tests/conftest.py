@@ -23,7 +23,6 @@ import torch
 
 from common.output import print_log
 from tests import leftovers
-from tests.forked import Forked
 from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens
 
 # How long an example takes says how busy the machine is. In CI a change is judged by itself, not by the examples drawn
@@ -33,9 +32,9 @@ hypothesis.settings.load_profile("any machine")
 print_log()  # as every script does: what a test expects must not depend on the tests before it
 
 # A script in the background (nohup, &) ignores signals, and so would all that the tests start and send them to.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, handler)
+for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, name), handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -52,9 +51,10 @@ class Result(NamedTuple):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with extras tests for `-m extras`: importing all takes as long as running half of them."""
-    is_other = config.option.markexpr == "extras" and collection_path.suffix == ".py"
-    return True if is_other and "mark.extras" not in collection_path.read_text(encoding="utf-8") else None
+    """Import only files with such tests for `-m extras` and `-m quick`: importing all takes as long as running them."""
+    mark = config.option.markexpr
+    is_python = mark in ("extras", "quick") and collection_path.suffix == ".py"
+    return True if is_python and f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,10 +80,10 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     """End the processes that a test started, also if it fails."""
-    Forked.started.clear()
+    leftovers.STARTED.clear()
     with leftovers.ended():
         yield
-    for process in Forked.started:
+    for process in leftovers.STARTED:
         if process.returncode is None:
             process.kill()
 

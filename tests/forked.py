@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +20,18 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch._dynamo
 
 from benchmarks import measure
+from tests import leftovers
 from tests.helpers import ROOT
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.forked", "train_colab_mmap", "matplotlib.backends.backend_agg"])
+CAN_FORK = hasattr(os, "fork")
+if CAN_FORK:
+    SERVER = multiprocessing.get_context("forkserver")
+    SERVER.set_forkserver_preload(["tests.forked", "train_colab_mmap", "matplotlib.backends.backend_agg"])
 TRAINER = ROOT / "train_colab_mmap.py"
 
 
@@ -37,8 +40,6 @@ class Forked:
 
     `environment` is added to ours, `closed` are streams (1, 2) that nobody has opened, and `first` is called in the
     process before the script."""
-
-    started: ClassVar[list[Forked]] = []  # by the test that runs, for `nothing_left_running`
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Forked:
             forkserver.ensure_running()
         self.process = SERVER.Process(target=run_script, args=(words, *place, of_out, of_err, closed, first))
         self.process.start()
-        self.started.append(self)
+        leftovers.STARTED.append(self)
         self.pid = self.process.pid
         of_out.close()
         of_err.close()
@@ -92,6 +93,26 @@ class Forked:
         self.process.join()
         late.cancel()
         return out, said[0]
+
+
+def start_interpreter(
+    flags: Sequence[object],
+    environment: Mapping[str, str] | None = None,
+    script: Path = TRAINER,
+    first: Callable[[], object] = int,
+) -> subprocess.Popen[str]:
+    """The same on Windows, in a new interpreter. `first` is a function of a module."""
+    code = (
+        f"import runpy, sys; from {first.__module__} import {first.__name__} as first; first(); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    words = [sys.executable, "-u", "-c", code, *map(str, (script, *flags))]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    return subprocess.Popen(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+if not CAN_FORK:
+    Forked = start_interpreter
 
 
 def check_output(command: Sequence[str], text: bool) -> str:

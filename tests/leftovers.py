@@ -7,9 +7,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # What one test starts for all that follow: helpers of multiprocessing, and torch's compile workers.
 SHARED = (b"multiprocessing", b"compile_worker")
+STARTED: list[Any] = []  # by `tests.forked`, in the test that runs
 
 
 def children(pid: int | str = "self") -> set[int]:

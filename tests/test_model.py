@@ -16,6 +16,8 @@ from common.validation import build
 from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm, rotations
 from model_config import ModelConfig
 
+pytestmark = pytest.mark.quick
+
 OPTIONS = {
     "activation": tuple(ACTIVATIONS),
     "norm": ("layernorm", "rmsnorm"),

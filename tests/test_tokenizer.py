@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tokenizer import CharacterTokenizer, load_tokenizer
 from tokenizer_bpe import BPETokenizer, TokenizerError, UnknownCharacterError
 
+pytestmark = pytest.mark.quick
+
 ABC = CharacterTokenizer.train("abc\n")
 
 

@@ -21,6 +21,8 @@ from tokenizer_bpe import (
     cut_long_words,
 )
 
+pytestmark = pytest.mark.quick
+
 WORDS = "the cat sat on the mat; it's a naïve café, 12 345 déjà vu!\n\n    def f(x): return x**2\n 日本語 текст 😀 "
 TEXT = " ".join(random.Random(1).choices(WORDS.split(" "), k=5000)) + PROBE_TEXT
 BPE = BPETokenizer.train([TEXT], vocab_size=600)

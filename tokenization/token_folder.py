@@ -31,6 +31,7 @@ from common.files import (
     make_folder,
     name_in_errors,
     read_json,
+    rename,
     sha256_file,
     write_json,
 )
@@ -184,7 +185,7 @@ class TokenFolder:
             self.mask.unlink(missing_ok=True)
         for path in (self.bin, self.packed, self.mask, self.tokenizer, self.report):
             if self.in_work(path).exists():
-                os.replace(self.in_work(path), path)
+                rename(self.in_work(path), path)
         metadata.write(self.metadata)
         shutil.rmtree(self.work)
         return dataclasses.replace(metadata, path=self.metadata)

@@ -14,7 +14,11 @@ from typing import Any
 from common.errors import is_out_of_memory
 from common.script import is_main_process, world
 
-SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+SIGNALS = [
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+    if (number := getattr(signal, name, None)) is not None
+]
 DOUBLE_SIGNAL_SECONDS = 2.0
 LONG_STEP_SECONDS = 1.0  # a longer step is abandoned, because the machine may be gone before it ends
 

@@ -42,6 +42,7 @@ from common.files import (
     make_folder,
     nearest_existing,
     read_json,
+    rename,
     sync_directory,
 )
 from training.config import is_resolved
@@ -113,8 +114,8 @@ class Store:
             temporary.mkdir()  # parents are not made: they are missing if a disk is unmounted
             fill(temporary)
             if target.exists():
-                os.replace(target, replaced)
-            os.replace(temporary, target)
+                rename(target, replaced)
+            rename(temporary, target)
         finally:
             self.delete(temporary)
         sync_directory(target.parent)
@@ -331,7 +332,7 @@ def _put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
     new = new_run_path(run_dir)  # before the old folder is renamed: run/.. would not resolve any more
     for folder, aside in moves.items():
         try:
-            os.replace(folder, aside)
+            rename(folder, aside)
             sync_directory(folder.parent)
         except OSError as problem:  # a mount point, or a read-only disk
             raise CheckpointError(
@@ -342,7 +343,7 @@ def _put_in_place(run_dir: Path, moves: dict[Path, Path]) -> None:
     target = new.with_name(new.name.removeprefix(".new-"))
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(target)  # empty
-    os.replace(new, target)
+    rename(new, target)
     sync_directory(new.parent)
 
 

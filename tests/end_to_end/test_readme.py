@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,25 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     for line in lines:
         assert run(line.replace("/content/", f"{tmp_path}/content/")) == 0, (line, capsys.readouterr())
     assert list(drive.glob("checkpoints/my_text/step_*/manifest.json"))
+
+
+def test_the_address_is_filled_in_when_there_is_one(tmp_path: Path) -> None:
+    """The command in CONTRIBUTING.md puts the remote's address into the badge, the cell and the notebook."""
+    pages, placeholder = ["README.md", "notebooks/train_in_colab.ipynb"], "OWNER/REPOSITORY"
+    remotes = subprocess.run(["git", "remote", "-v"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    unfilled = [page for page in pages if placeholder in (ROOT / page).read_text(encoding="utf-8")]
+    assert "github.com" not in remotes or not unfilled, "CONTRIBUTING.md, Hosting it on GitHub"
+
+    for page in pages:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    command = re.search(r"^    (address=.*)$", CONTRIBUTING, flags=re.MULTILINE)
+    assert command
+    script = f"git init -q && git remote add origin git@github.com:me/my-gpt.git && {command[1]}"
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    for page in unfilled:
+        filled = (tmp_path / page).read_text(encoding="utf-8")
+        assert "github.com/me/my-gpt" in filled and placeholder not in filled
 
 
 def anchors(page: Path) -> set[str]:

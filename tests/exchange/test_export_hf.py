@@ -49,6 +49,7 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.quick
 @needs_transformers
 @pytest.mark.parametrize("tokenizer", [bpe(), CHARACTERS], ids=["bpe", "characters"])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)

@@ -20,6 +20,8 @@ from training.config import MODEL_KEYS, SCHEMA, parse_config
 from training.plan import choose_shape
 from training.resume import find_previous
 
+pytestmark = pytest.mark.quick
+
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (
     "--bin_file a.bin --tokenizer_file b.json --metadata_file c.json --model_size gpt2_small --batch_size 64 "

@@ -76,6 +76,7 @@ def limited(megabytes: int, flags: list[str]) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     train_flags: Callable, train: Callable, tmp_path: Path
