@@ -26,7 +26,7 @@ import numpy as np
 from common.chat import ChatTemplate, require_end_of_text_id
 from common.errors import INTERRUPTED, ConfigError, DataError
 from common.files import atomic_write, sha256_file
-from common.output import log
+from common.output import log, plural
 from common.script import count_cores
 from common.validation import check
 from tokenization.conversations import read_conversations
@@ -264,7 +264,10 @@ def describe_tokens(
     is_chat = settings.format == "chat"
     ends = np.memmap(folder.document_ends, "<i8", "r") if writer.documents else np.zeros(0, np.int64)
     if is_chat and len(ends) < 2:
-        raise DataError(f"Found {len(ends)} conversations, but training and validation need one each.")
+        raise DataError(
+            f"Found {plural(len(ends), 'conversation')}, but training and validation need one each. --format chat "
+            "reads .jsonl and .json; leave it out for text."
+        )
     if report.held_out and 0 < report.held_out.documents < len(ends):
         split = int(ends[-report.held_out.documents - 1])
     else:  # the end of the text

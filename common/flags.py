@@ -109,8 +109,10 @@ class Parser(argparse.ArgumentParser):
                 problems.append(f"unknown flag {f'--{name}' if name else word}.{near or ''.join(hints[:1])}")
             elif not before.startswith("-"):  # after an unknown flag it is that flag's value
                 is_config = word.endswith(".json") and "config" in flags
-                flag = "config" if is_config else "input" if "input" in flags else ""
-                problems.append(f"{word!r} belongs to no flag.{f' Did you mean --{flag} {word}?' if flag else ''}")
+                flag = next((flag for flag in ("input", "prompt") if flag in flags), "")
+                flag = "config" if is_config else flag
+                near = f" Did you mean --{flag} {shlex.quote(word)}?" if flag else ""
+                problems.append(f"{word!r} belongs to no flag.{near}")
         return problems
 
     def dashed_values(self) -> Iterator[tuple[str, str, str]]:

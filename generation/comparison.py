@@ -33,6 +33,7 @@ from generation.scoring import Score
 from tokenization.metadata import TokenMetadata
 from tokenizer import load_tokenizer
 
+COMMON = "all"  # the group of passages that all models hold out
 NUM_PROMPTS = 3
 PROMPT_CHARACTERS = 60
 CONTINUATION = Sampling(max_new_tokens=40)
@@ -98,10 +99,19 @@ class Comparison:
 
     def describe_verdict(self) -> list[str]:
         """Return sentences on which model is best, by how much and how soon, and what is unknown."""
-        best, *others = sorted(self.contenders, key=lambda contender: add_scores(contender.scores).bits_per_byte)
+        common = len(self.passages.get(COMMON, ()))  # these come first
+        if not common:
+            names = " and ".join(contender.name for contender in self.contenders)
+            return [
+                f"None is called better: {names} were trained on different texts, and each predicts its own kind best. "
+                "The rows below are for each one's held-out passages."
+            ]
+        best, *others = sorted(
+            self.contenders, key=lambda contender: add_scores(contender.scores[:common]).bits_per_byte
+        )
         sentences = []
         for other in others:
-            gap = compare_scores(other.scores, best.scores)
+            gap = compare_scores(other.scores[:common], best.scores[:common])
             size = f"{gap.mean:.3f} +- {gap.error:.3f} bits per byte"
             if gap.is_clear:
                 sentences.append(f"{best.name} is better than {other.name} by {size}.")
@@ -161,13 +171,13 @@ def _choose_passages(contenders: Sequence[Contender]) -> dict[str, list[Passage]
     groups = defaultdict[str, list[Passage]](list)
     for text, passage in ChainMap(*held_out.values()).items():
         names = [name for name, texts in held_out.items() if text in texts]
-        groups["all" if len(names) == len(held_out) else " and ".join(names)].append(passage)
+        groups[COMMON if len(names) == len(held_out) else " and ".join(names)].append(passage)
     paths = [contender.checkpoint.tokenizer_path() for contender in contenders]
     tokenizers = [load_tokenizer(path) for path in paths]
     if len(set(map(sha256_file, paths))) > 1 and any(group[0].ids is not None for group in groups.values()):
         raise ConfigError("On conversations, only models with the same vocabulary can be compared.")
     found: dict[str, list[Passage]] = {}
-    for holder in sorted(groups, key=lambda name: name != "all"):
+    for holder in sorted(groups, key=lambda name: name != COMMON):
         passages = [
             passage
             for passage in pick_evenly(groups[holder])

@@ -85,10 +85,12 @@ def print_needs(run: Run, mirror: Mirror | None) -> None:
     total = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {hardware.processes} processes" if hardware.processes > 1 else ""
     need, free = run.disk_bytes, free_space(config.run_dir)
+    count, in_all = f"{left:,} {'left ' if run.state.step else ''}", f", {left * tokens / 1e6:,.1f}M tokens in all"
+    if config.minutes:  # the forecast has their number
+        count = in_all = ""
     print(
-        f"Steps      {'at most ' if config.minutes else ''}{left:,} {'left ' if run.state.step else ''}of {tokens:,} "
-        f"tokens ({config.sequences_per_step} sequences, {run.rows_at_once} at once{several}), "
-        f"{left * tokens / 1e6:,.1f}M tokens in all\n"
+        f"Steps      {count}of {tokens:,} tokens ({config.sequences_per_step} sequences, {run.rows_at_once} at "
+        f"once{several}){in_all}\n"
         f"Memory     about {byte_size(estimate)}{total} (an estimate){_describe_free_memory(hardware)}; plus "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} of {byte_size(free)} free in {config.run_dir} (two checkpoints, the best "

@@ -160,7 +160,10 @@ class Report:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
         elif time.perf_counter() >= self.next_line or row["step"] == total_steps:
             self.next_line = time.perf_counter() + LOG_INTERVAL_SECONDS
-            log.info(f"step {row['step']:,}/{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
+            if run.config.dry_run:
+                log.info(f"step {row['step']:,}, {', '.join(parts)}")
+            else:
+                log.info(f"step {row['step']:,}/{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
 
     def warn_of_other_programs(self) -> None:
         """Print once that other programs take more than half of the CPU's time."""

@@ -112,8 +112,11 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         if state.start and state.best_val_loss >= state.start.val_loss:
             facts["Best"] += f", no better than the {state.start.val_loss:.4f} of the initial weights"
     facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion))
-    if config.forecast and bits and config.forecast.minutes == config.minutes:
-        facts["Expected"] = compare_with_forecast(config.forecast, bits, report.tokens_per_second, state.step)
+    forecast = config.forecast
+    if forecast and bits and forecast.minutes == config.minutes:
+        facts["Expected"] = compare_with_forecast(forecast, bits, report.tokens_per_second, state.step)
+    elif forecast and bits and config.minutes:
+        facts["Expected"] = f"{forecast.bits_per_byte:.2f} bits per byte in {forecast.minutes:g} min, got {bits:.2f}"
     if data.companion is not None:
         facts["Companion"] = _describe_companion(run, bits, report.tokens_per_second)
     if state.start:

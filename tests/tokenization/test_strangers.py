@@ -279,7 +279,10 @@ def test_a_chat_of_whatsapp_is_read_without_dates(folder: Path, form: str) -> No
         "Ben: <Media omitted>",
         "Ben: Well:\nyes",
         "Anna Müller: \u200eimage omitted",
-        "Anna Müller: ok",
+        "Ben: \u200eáudio ocultado",
+        "Ben: Esta mensagem foi apagada.",
+        "Ben: IMG-20230122.jpg (arquivo anexado)",
+        "Anna Müller: ok \u200e<Mensagem editada>",
     ]
     (folder / "chat.txt").write_text("".join(WHATSAPP[form].format(each) + "\n" for each in said))
     assert tokenize() == 0

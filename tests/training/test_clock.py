@@ -198,7 +198,7 @@ def test_processes_on_machines_of_different_speed_end_together(
 def test_a_dry_run_forecasts_the_steps_in_these_minutes(machine: Machine, train: Callable, tmp_path: Path) -> None:
     result = train(tmp_path / "run", extra=("--dry_run",), **LONG)
     assert result.code == 0 and not (tmp_path / "run").exists()
-    assert "Steps      at most " in result.out
+    assert "Steps      of " in result.out
     steps = int(re.search(r"Minutes    10: time for about (\d+) steps .*\. The learning rate decays", result.out)[1])
     assert 140 <= steps <= 150 and f"for {steps} steps" in result.out, "of four seconds"
     short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})

@@ -48,3 +48,13 @@ def test_no_common_held_out_text_is_one_sentence(
         write_manifest(path.parent, {file.name: make_entry(file) for file in files})
     said = run_script(compare.main, copy_of, copy_of / "best")
     assert said.code == 3 and "tokens are gone" in said.err and "--score FILE" in said.err
+
+
+def test_runs_on_different_texts_have_no_winner(
+    unbroken: Path, train: Callable, short_token_folder: Path, tmp_path: Path
+) -> None:
+    assert train(tmp_path / "other", data_dir=short_token_folder).code == 0
+    said = run_script(compare.main, unbroken, tmp_path / "other")
+    assert said.code == 0, said.err
+    assert "different texts" in said.out and "better than" not in said.out
+    assert "held out by run" in said.out and "held out by other" in said.out

@@ -65,8 +65,12 @@ TIME = r"\d{1,2}[:.]\d\d(?:[:.]\d\d)?[^:\n]{0,12}?(?:\]| [-–]) "
 WHATSAPP = re.compile(rf"[\u200e\u200f]*\[?\d{{1,4}}\D{{1,3}}\d{{1,2}}\D{{1,3}}\d{{1,4}}\D{{1,12}}{TIME}")
 WRITER = re.compile(r"([^:\n]{1,60}): ")
 SYSTEM_MESSAGE = re.compile(
-    r"<[^<>]*>|(?:\w+ )?\w+ omitted|(?:This message was|You) deleted(?: this message)?\.?", re.I
+    r"<[^<>]*>|\S+\.\w{2,4} \([^()]*\)|(?:\w+ )?\w+ omitted|(?:This message was|You) deleted(?: this message)?\.?"
+    r"|(?:Esta )?mensagem (?:foi )?apagada\.?|(?:Se eliminó|Eliminaste) este mensaje\.?"
+    r"|(?:Diese Nachricht wurde|Du hast diese Nachricht) gelöscht\.?|Ce message a été supprimé\.?",
+    re.I,
 )
+EDITED = re.compile(r"\s*\u200e?<[^<>]*>$")  # "<This message was edited>", in any language
 
 
 def choose_cleaner(beginning: str, suffix: str) -> tuple[Callable[[str], str], str] | None:
@@ -140,8 +144,10 @@ def _clean_whatsapp(text: str) -> str:
     for line in text.split("\n"):
         if match := WHATSAPP.match(line):
             writer = WRITER.match(line, match.end())  # None for notices, such as joining
-            words = line[writer.end() :].strip("\u200e\u200f ") if writer else ""
-            is_said = writer is not None and words and not SYSTEM_MESSAGE.fullmatch(words)
+            words = line[writer.end() :] if writer else ""
+            is_notice = words.startswith("\u200e")  # as an iPhone marks them, in any language
+            words = EDITED.sub("", words.strip("\u200e\u200f "))
+            is_said = writer is not None and words and not is_notice and not SYSTEM_MESSAGE.fullmatch(words)
             texts.append(f"{writer[1].strip()}: {words}" if writer and is_said else "")
         elif texts and texts[-1] and line.strip():  # continues the message
             texts[-1] += f"\n{line.strip()}"
