@@ -163,7 +163,8 @@ class Report:
             if run.config.dry_run:
                 log.info(f"step {row['step']:,}, {', '.join(parts)}")
             else:
-                log.info(f"step {row['step']:,}/{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
+                about = "~" if run.config.minutes and left else ""  # follows from the speed, which changes
+                log.info(f"step {row['step']:,}/{about}{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
 
     def warn_of_other_programs(self) -> None:
         """Print once that other programs take more than half of the CPU's time."""
