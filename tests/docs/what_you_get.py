@@ -28,9 +28,9 @@ The model that `--minutes` chooses for a text of books, and its expected loss in
 measured**: from a table of machines (`tests/training/pretended.py`) and [a law](choosing.md#the-law).
 `python tests/docs/what_you_get.py` writes this page.
 
-Each cell has layers x width, the loss, and the time if it is less than the minutes: then only more text helps. An L4 or
-RTX 3060 takes about 0.6 of a T4's time, an H100 0.4 of an A100's. Updates take as long as measured on an H200, before
-`--compile` sped them up.
+Each cell has layers x width and the loss. A time means that the run ends early, and more text would use the rest. An L4
+or RTX 3060 takes 0.4 to 0.6 of a T4's time, an H100 0.4 of an A100's. Times of optimizer updates are those that an H200
+took without `--compile`.
 """
 SHOWN = {name: specs for name, specs in MACHINES.items() if name not in ("RTX 3060", "L4", "A100 80 GB", "H100")}
 HEAD_OF_COMPANION = """\
