@@ -12,10 +12,11 @@ CONTAINER = """<?xml version="1.0"?><container xmlns="urn:oasis:names:tc:opendoc
 
 
 def archive(members: Mapping[str, str | bytes]) -> bytes:
+    """The same bytes at any time: names of tests are made of them."""
     target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
+    with zipfile.ZipFile(target, "w") as file:
         for name, content in members.items():
-            file.writestr(name, content)
+            file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return target.getvalue()
 
 

@@ -221,10 +221,10 @@ def test_an_array_is_read_as_far_as_it_can_be(
     [
         ("[" + "[" * 100_000, "not usable JSON"),
         ("[]", "Found 0 conversations"),
-        ('[{"prompt": "a", "completion": "b"}]', "Found 1 conversations"),
+        ('[{"prompt": "a", "completion": "b"}]', "Found 1 conversation,"),
         ("\n\n", "Found 0 conversations"),
         (b'{"prompt": "\xff"}', "it is not UTF-8"),
-        ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Found 1 conversations"),
+        ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Found 1 conversation,"),
         (b'[{"prompt": "\xff"}]', "it is not UTF-8"),
     ],
 )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
-import time
 from collections.abc import Sequence
 from email.message import EmailMessage
 from pathlib import Path
@@ -18,8 +15,9 @@ import pytest
 import tokenize_local_bpe
 from tests.helpers import without_packages
 from tests.tokenization.documents import archive, docx, epub, pdf
+from tests.tokenization.failures import crash, fail, fill_disk, fill_memory, sleep
 from tokenization import corpus
-from tokenization.corpus import Source, UnreadableError, find_sources
+from tokenization.corpus import UnreadableError, find_sources
 from tokenization.extract import list_files, split_document
 from tokenization.isolation import IsolatedReader
 from tokenization.metadata import TokenMetadata
@@ -325,29 +323,6 @@ def test_a_document_longer_than_a_line_may_be_is_cut(folder: Path) -> None:
 
     parts = [record["text"] for record in split_document("\u00e9" * 6_000_000, Settings(input=("x.csv",)))]
     assert len(parts) == 2 and "".join(parts) == "\u00e9" * 6_000_000
-
-
-def crash(source: Source, settings: Settings) -> list[Source]:
-    os.kill(os.getpid(), signal.SIGSEGV)
-    return []
-
-
-def sleep(source: Source, settings: Settings) -> list[Source]:
-    time.sleep(60)
-    return []
-
-
-def fill_memory(source: Source, settings: Settings) -> list[Source]:
-    return [source] * len(b"x" * 10**11)
-
-
-def fill_disk(source: Source, settings: Settings) -> list[Source]:
-    Path("large").write_bytes(bytes(20_000_000))
-    return [source]
-
-
-def fail(source: Source, settings: Settings) -> list[Source]:
-    raise KeyError("nothing that anybody expected")
 
 
 def test_any_failure_to_read_a_file_is_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
