@@ -21,6 +21,7 @@ from training.hardware import Hardware
 from training.memory import estimate_micro_batch, smallest_rows
 from training.parallel import any_process, data_parallel, is_collective_error, no_sync
 from training.run import Run
+from training.stop import Abandoned
 
 
 class CompiledParts(torch.nn.Module):
@@ -89,10 +90,11 @@ def compile_model(
                 model.eval()
                 with torch.no_grad(), hardware.autocast():
                     step_model(*example)
-    except BaseException as error:
+    except BaseException as raised:
         cancel_compilation()
+        error = _find_interruption(raised) or raised
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | CompileTimeout):
-            raise
+            raise error from None
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = "Compiling was stopped" if isinstance(error, CompileTimeout) else "torch.compile failed"
         failure = f"{what} ({first_line})"
@@ -106,6 +108,13 @@ def compile_model(
         f"Compiled in {time.perf_counter() - started:.0f} s, including a first pass over {len(example[0])} sequences."
     )
     return step_model, ""
+
+
+def _find_interruption(error: BaseException | None) -> BaseException | None:
+    """Return the signal's exception behind an error of torch 2.9, which fails while it handles one."""
+    while error is not None and not isinstance(error, Abandoned | CompileTimeout | KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 def undo_compile(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

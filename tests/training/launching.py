@@ -25,6 +25,11 @@ def torchrun(count: int, *flags: object, place: Sequence[str] = ("--standalone",
     return [*launcher, TRAINER, *map(str, flags)]
 
 
+def without_gloo(printed: str) -> str:
+    """Leave out what torch 2.9 prints itself."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("[Gloo]"))
+
+
 def free_port() -> int:
     """Below those that the system gives to connections by itself: one of them would be taken again before it is used.
     Each of pytest's workers has its own."""

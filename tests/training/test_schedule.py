@@ -78,7 +78,7 @@ def test_rates_are_bounded_and_end_at_min_lr(
     max_steps = warmup_steps + decay_steps
     step = data.draw(st.integers(0, max_steps - 1))
     lr = rate(step, max_steps, config)
-    assert 0 < lr <= peak * (1 + 1e-9)
+    assert 0 <= lr <= peak * (1 + 1e-9)
     if step >= warmup_steps:
         assert lr >= config.min_lr * (1 - 1e-9)
     last = rate(max_steps - 1, max_steps, config)
