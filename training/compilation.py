@@ -93,8 +93,10 @@ def compile_model(
     except BaseException as raised:
         cancel_compilation()
         error = _find_interruption(raised) or raised
-        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | CompileTimeout):
+        if error is not raised and not isinstance(error, CompileTimeout):
             raise error from None
+        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | CompileTimeout):
+            raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = "Compiling was stopped" if isinstance(error, CompileTimeout) else "torch.compile failed"
         failure = f"{what} ({first_line})"
