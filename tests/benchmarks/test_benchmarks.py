@@ -121,10 +121,11 @@ def books(tmp_path: Path) -> str:
     return str(tmp_path / "some books.txt")
 
 
-PARTS = [name for name in gpu.PARTS if name != "card"]
+# Without gpt2_small_modern, which is gpt2_small with another config, and quickstart, with which card begins.
+PARTS = [name for name in gpu.PARTS if name not in ("gpt2_small_modern", "quickstart", "card")]
 
 
-@pytest.mark.parametrize("parts", [PARTS[:6], PARTS[6:], ["card"]], ids=["first", "second", "card"])
+@pytest.mark.parametrize("parts", [PARTS[:5], PARTS[5:], ["card"]], ids=["first", "second", "card"])
 def test_the_list_for_a_gpu_runs_through_as_a_toy(
     parts: list[str], books: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,21 +152,8 @@ def test_without_a_network_it_says_so(hub: Hub) -> None:
 
 
 def train(hub: Hub, *flags: str) -> subprocess.CompletedProcess[str]:
-    quick = [
-        "--minutes",
-        "2",
-        "--epochs",
-        "1",
-        "--num_layers",
-        "2",
-        "--embed_dim",
-        "64",
-        "--device",
-        "cpu",
-        "--compile",
-        "off",
-    ]
-    return run(hub, "train_colab_mmap.py", *quick, *flags)
+    quick = "--minutes 2 --epochs 1 --num_layers 2 --embed_dim 64 --device cpu --compile off"
+    return run(hub, "train_colab_mmap.py", *quick.split(), *flags)
 
 
 def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) -> None:

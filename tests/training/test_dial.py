@@ -257,7 +257,7 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
 
 
 def test_a_choice_that_cannot_be_read_is_made_again(book: Path) -> None:
-    assert train_colab_mmap.main(argv := flags(book)) == 0
+    assert train_colab_mmap.main(argv := flags(book, "--epochs", "1")) == 0
     path = Path("runs/my.book/choice.json")
     settings = json.loads(path.read_text())["settings"]
     assert settings["num_layers"] and not settings.keys() & {"threads", "compile", "resume"}
