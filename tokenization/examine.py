@@ -19,7 +19,8 @@ EXAMPLE_LETTERS = 60
 LIGATURES, MOJIBAKE = r"[\ufb00-\ufb06]", r"[ÂÃâÐÑ][\u0080-\u00bf€‚„…†‡‰Š‹ŒŽ’“”•–—™š›œžŸ]+"
 SIGNS_IN_WORDS = r"[¡-©«¬®-´¶¸¹»-¿](?<=[^\W\d_].)(?=[^\W\d_])"
 # What stands in the same order at the beginning of many lines: dates, numbers, columns and labels.
-HEAD_CHARACTERS, HEAD_MARKS, HEAD_MARK = 40, 3, re.compile(r"\d+|[\[\]|\t]")
+# Numbers that one or two characters separate, as in a date, are not the numbers of a sentence.
+HEAD_CHARACTERS, HEAD_MARKS, HEAD_MARK = 40, 3, re.compile(r"\d+(?:\W|[^\d.?!]{2})(?=\d)|\d+|[\[\]|\t]")
 
 # Tags, entities, links and templates of wikis, tags of forums, commands of LaTeX.
 MARKUP = "|".join(
@@ -126,7 +127,7 @@ class Examination:
         for line in text.split("\n"):
             if line.strip() and line != DOCUMENT_SEPARATOR:
                 marks = HEAD_MARK.findall(line.strip()[:HEAD_CHARACTERS])[:HEAD_MARKS]
-                head = "".join("0" if mark[0].isdigit() else mark for mark in marks)
+                head = "".join(("0" if mark.isdigit() else ":") if mark[0].isdigit() else mark for mark in marks)
                 self.heads[head] += 1
                 self.head_examples.setdefault(head, line)
                 self.lines[line] += len(line) >= MIN_LINE
@@ -151,7 +152,7 @@ class Examination:
             shares[REPEATED] = sum(repeated.values()) / self.characters
             self.examples[REPEATED] = max(repeated, key=lambda line: repeated[line])
         for head, count in reversed(self.heads.most_common()):
-            if head and count >= MIN_REPEATS:
+            if count >= MIN_REPEATS and (len(head) == 1 or set(head) - {"0"}):
                 sign = HEADS if len(head) > 1 else LABELS
                 shares[sign], self.examples[sign] = count / self.heads.total(), self.head_examples[head]
         return "\n".join(

@@ -199,6 +199,12 @@ HABITS = {
 }
 
 
+def test_numbers_in_sentences_are_no_dates(folder: Path) -> None:
+    lines = [f"Add {i} and {i + 1}. {i} plus {i + 1} is {2 * i + 1}, and {text}" for i, text in enumerate(sentences(40))]
+    (folder / "sums.txt").write_text("\n".join(lines))
+    assert tokenize() == 0 and "begin with a date" not in report()
+
+
 @pytest.mark.parametrize("sign", HABITS)
 def test_a_sign_is_noted_and_leaves_a_file_out_of_a_folder(
     sign: str, folder: Path, capsys: pytest.CaptureFixture
