@@ -35,7 +35,7 @@ from common.files import read_text
 from common.output import cell, printable, table_row
 from generation.completion import ROWS_AT_ONCE, encode_prompt, ends_with_space, generate
 from generation.loading import generate_text, load_checkpoint, load_model
-from generation.passages import score_next_sentences
+from generation.passages import find_training_tokens, score_next_sentences
 from generation.scoring import Score, describe_score, render_header, render_score, score_documents, score_to_json
 from generation.terminal import interact, print_stream
 from generation.trace import TracedText, describe_share
@@ -199,6 +199,10 @@ def score_files(request: Request) -> None:
     checkpoint = open_checkpoint(request.checkpoint or find_newest_run())
     model, tokenizer = load_checkpoint(checkpoint, request.device, torch.float32)
     context = model.config.max_seq_len
+    metadata = find_training_tokens(checkpoint)
+    files = metadata.source_files if metadata else ()
+    if trained := [name for name, source in sources if {"name": source.name, "size": source.size} in files]:
+        print(f"Note: the model was trained on {', '.join(trained)}; it predicts new text worse.", file=sys.stderr)
     stride = max(1, context // 2) if request.stride is None else request.stride
     if stride > context:
         raise ConfigError(f"--stride {stride} is above {context}, the context of {checkpoint.path}. Use a smaller one.")

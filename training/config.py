@@ -308,8 +308,8 @@ class Config(ModelConfig, DataKeys):
             ]
         if self.needs_dial and not self.minutes:
             problems.append(
-                f"--input {self.input} alone does not say how long to train. Add --minutes 60, and the model, its "
-                "vocabulary and the epochs are chosen for this text and this machine. Or name a --config"
+                f"--input {self.input} needs a number of minutes, such as --minutes 60, for which the model, its "
+                "vocabulary and the epochs are chosen, or a --config"
             )
         if self.companion and (not self.input or self.data_dir):
             problems.append("--companion needs --input, which names your own text, and no --data_dir")

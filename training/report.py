@@ -160,11 +160,13 @@ class Report:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
         elif time.perf_counter() >= self.next_line or row["step"] == total_steps:
             self.next_line = time.perf_counter() + LOG_INTERVAL_SECONDS
+            of_steps = f"/{total_steps:,}"
+            if run.config.minutes and left:  # follows from the speed, of which the first step says little
+                of_steps = "" if row["step"] == self.first.step + 1 else f"/~{total_steps:,}"
             if run.config.dry_run:
                 log.info(f"step {row['step']:,}, {', '.join(parts)}")
             else:
-                about = "~" if run.config.minutes and left else ""  # follows from the speed, which changes
-                log.info(f"step {row['step']:,}/{about}{total_steps:,}, {', '.join(parts)}, {duration(left)} left")
+                log.info(f"step {row['step']:,}{of_steps}, {', '.join(parts)}, {duration(left)} left")
 
     def warn_of_other_programs(self) -> None:
         """Print once that other programs take more than half of the CPU's time."""

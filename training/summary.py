@@ -30,6 +30,7 @@ from generation.passages import (
 )
 from generation.trace import TracedText, describe_share
 from tokenizer_bpe import TokenizerError
+from training.choice import CHOSEN
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, answer_prompts, evaluated_windows, perplexity, write_samples
 from training.memory import suppress_out_of_memory
@@ -58,6 +59,7 @@ REPORTED_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
 NOTICEABLE_BITS = 0.01  # bits per byte
 MIN_SAMPLE_SECONDS = 3.0  # for samples, also when --minutes are over
+MAX_PRINTED_ANSWERS = 20
 MAX_PRINTED_CHARACTERS = 80  # a model that has learned little repeats itself for hundreds
 
 
@@ -111,7 +113,7 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
         if state.start and state.best_val_loss >= state.start.val_loss:
             facts["Best"] += f", no better than the {state.start.val_loss:.4f} of the initial weights"
-    facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion))
+    facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion), _read_all_that_helps(run))
     forecast = config.forecast
     if forecast and bits and forecast.minutes == config.minutes:
         facts["Expected"] = compare_with_forecast(forecast, bits, report.tokens_per_second, state.step)
@@ -158,8 +160,12 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         print(describe_unwritable(run.dir / SUMMARY, problem))
 
     print()
-    for line in render_answers(*columns, before, MAX_PRINTED_CHARACTERS) if answers else []:
-        print(line)
+    if answers:
+        head, rule, *answered = render_answers(*columns, before, MAX_PRINTED_CHARACTERS)
+        answered.sort(key=lambda row: "| no: " not in row)  # wrong ones first
+        print(head, rule, *answered[:MAX_PRINTED_ANSWERS], sep="\n")
+        if more := len(answered[MAX_PRINTED_ANSWERS:]):
+            print(f"... and {more} more in {run.dir / SUMMARY}")
     if samples:
         print("Samples, each after [the beginning of a held-out passage]:\n")
     for each in samples:
@@ -195,12 +201,23 @@ def _describe_companion(run: Run, bits_per_byte: float | None, tokens_per_second
     return f"{text}. Forecast without it: {forecast.alone:.2f} bits per byte; {verdict}"
 
 
-def _describe_early_end(run: Run) -> str:
-    """Describe why the run ended before its `minutes` were over; empty if it did not."""
+def _ended_by_epochs(run: Run) -> bool:
+    """Return whether the run ended before its `minutes` were over."""
     config, state = run.config, run.state
-    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
+    is_over = has_stopped_early(state, config) or time_progress(state, config) >= 1
+    return bool(config.minutes and not is_over and not config.companion)
+
+
+def _read_all_that_helps(run: Run) -> bool:
+    """Return whether the run ended when, by the forecast, another pass would not help."""
+    return _ended_by_epochs(run) and run.config.sources.get("epochs") == CHOSEN
+
+
+def _describe_early_end(run: Run) -> str:
+    if not _ended_by_epochs(run):
         return ""
-    return f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}; more epochs would use the rest"
+    rest = "another pass would not help" if _read_all_that_helps(run) else "more epochs would use the rest"
+    return f" of {run.config.minutes:g} minutes, ended by --epochs {run.config.epochs}: {rest}"
 
 
 def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None, steps: int) -> str:
@@ -216,14 +233,22 @@ def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: fl
     if slower < 1 / MISSED_SPEED_RATIO and bits < forecast.bits_per_byte:
         return f"{outcome}: training was {1 / slower:.2g} times faster than timed"
     if bits > forecast.bits_per_byte:
-        return f"{outcome}: this text is harder than most texts of its size"
-    return f"{outcome}: better than forecast, because held-out passages come from the same books or files"
+        return f"{outcome}: outside the forecast's +- {forecast.error:.2f}, this text is harder than it looked"
+    return (
+        f"{outcome}: better than the forecast's +- {forecast.error:.2f}; held-out passages are from the same books or "
+        "files"
+    )
 
 
 def judge_losses(
-    rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float, has_companion: bool = False
+    rows: list[dict[str, Any]],
+    evaluated: list[dict[str, Any]],
+    epochs: float,
+    has_companion: bool = False,
+    has_read_all: bool = False,
 ) -> dict[str, str]:
-    """Judge the losses: the gap between training and validation, and whether more steps would help."""
+    """Judge the losses: the gap between training and validation, and whether more steps would help. `has_read_all`:
+    more passes would not."""
     trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
     if len(evaluated) < MIN_EVALUATIONS or not trained:
         return {}
@@ -236,7 +261,7 @@ def judge_losses(
     elif has_companion:
         meaning = "more --minutes or a larger companion would help"
     elif last["val_loss"] < FALLEN_RATIO * before["val_loss"]:
-        meaning = "still falling at the end: more time or more text would help"
+        meaning = f"still falling at the end: {'more' if has_read_all else 'more time or more'} text would help"
     else:
         meaning = "level at the end: more time alone would not help much; more text or a larger model might"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}

@@ -25,7 +25,8 @@ HEAD = """\
 # What you get, for which text, machine and time
 
 The model that `--minutes` chooses for a text of books, and its expected loss in bits per byte. **Calculated, not
-measured**: from a table of machines (`tests/training/pretended.py`) and [a law](choosing.md#the-law).
+measured**: from a table of machines (`tests/training/pretended.py`) and [a law](choosing.md#the-law). The text is of
+many different books; one kind of text is easier, and a novel alone has about 0.83 of these losses.
 `python tests/docs/what_you_get.py` writes this page.
 
 Each cell has layers x width and the loss. A time means that the run ends early, and more text would use the rest. An L4

@@ -42,6 +42,7 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
     Path("my_text.txt").write_text("".join(sentence.format(i, i * 7) for i in range(600)))
+    Path("more_text.txt").write_text(sentence.format(7, 700))
     ran = []
     for command in commands("bash"):
         command = command.partition("&& ")[2] or command

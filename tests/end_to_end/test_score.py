@@ -18,7 +18,9 @@ from model_config import ModelConfig
 from tests.helpers import columns, with_large_weights
 from tests.models import save_checkpoint
 from tests.tokenization.documents import epub
-from tokenizer import CharacterTokenizer
+from tokenization.metadata import TokenMetadata
+from tokenize_local_bpe import tokenize
+from tokenizer import CharacterTokenizer, load_tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
 from training.optimizer import build_optimizer
@@ -37,11 +39,11 @@ def folder_with_texts(tmp_path, monkeypatch):
     Path("two.txt").write_text("bad\n<|endoftext|>\na cafe faced\n")
 
 
-def save(path: Path, tokenizer: CharacterTokenizer | BPETokenizer, width: int = 16) -> Path:
+def save(path: Path, tokenizer: CharacterTokenizer | BPETokenizer, width: int = 16, state: dict | None = None) -> Path:
     torch.manual_seed(0)
     model = TransformerLanguageModel(ModelConfig(tokenizer.vocab_size, width, 2, 1, max_seq_len=CONTEXT))
     optimizer = build_optimizer(with_large_weights(model), Config())
-    save_checkpoint(path, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 1})
+    save_checkpoint(path, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, state or {"step": 1})
     return path
 
 
@@ -92,6 +94,18 @@ def test_the_table_has_a_row_for_each_file_and_all(checkpoint, run, rows):
     assert cells[0][3] == f"{one['loss']:.4f}" and cells[1][5] == f"{two['bits_per_byte']:.4f}"
     nats = sum(row["loss"] * row["tokens"] for row in (one, two))
     assert float(cells[2][3]) == pytest.approx(nats / 193, abs=1e-4)
+
+
+def test_text_that_was_trained_on_is_named(run):
+    Path("one.txt").write_text("bad cafe\n" * 200)
+    metadata = TokenMetadata.read(tokenize(["one.txt"], quiet=True, tokenizer="char"))
+    tokenizer = load_tokenizer(metadata.path_beside("tokenizer_file"))
+    state = {"step": 1, "data": {"tokens_sha256": metadata.tokens_sha256}, "config": {}}
+    save(Path("runs/one/checkpoints/step_00000001"), tokenizer, state=state)
+    code, _, err = run("--score", "one.txt", "two.txt", "--json")
+    assert code == 0 and "one.txt" in err and "two.txt" not in err
+    Path("one.txt").write_text("bad cafe\n" * 20)
+    assert run("--score", "one.txt")[2] == ""
 
 
 def test_stride_changes_the_context_and_nothing_else(checkpoint, rows):

@@ -200,7 +200,7 @@ HABITS = {
 
 
 def test_numbers_in_sentences_are_no_dates(folder: Path) -> None:
-    lines = [f"Add {i} and {i + 1}. {i} plus {i + 1} is {2 * i + 1}, and {text}" for i, text in enumerate(sentences(40))]
+    lines = (f"Add {i} and {i + 1}. {i} plus {i + 1} is {2 * i + 1}. {text}" for i, text in enumerate(sentences(40)))
     (folder / "sums.txt").write_text("\n".join(lines))
     assert tokenize() == 0 and "begin with a date" not in report()
 

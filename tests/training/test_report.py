@@ -222,8 +222,8 @@ def test_the_forecast_is_compared_with_the_result() -> None:
         (2.05, 5000, "got 2.05: within the forecast"),
         (2.48, 1000, "got 2.48: training was 6 times slower"),
         (1.90, 12_000, "got 1.90: training was 2 times faster"),
-        (2.48, 6000, "got 2.48: this text is harder"),
-        (1.90, 1000, "got 1.90: better than forecast"),
+        (2.48, 6000, "got 2.48: outside the forecast"),
+        (1.90, 1000, "got 1.90: better than the forecast"),
     ):
         assert said in compare_with_forecast(forecast, came, speed, 100)
     assert "got 4.24: the run took only 1 step" in compare_with_forecast(forecast, 4.24, None, 1)

@@ -68,11 +68,12 @@ def test_a_prompt_has_whole_letters_wherever_it_begins_and_ends(language: str) -
 
 
 def test_what_the_losses_mean() -> None:
-    def told(*losses: float) -> str:
+    def told(*losses: float, has_read_all: bool = False) -> str:
         rows = [{"epoch": i, "train_loss": 1.0, "val_loss": loss} for i, loss in enumerate(losses, 1)]
-        return judge_losses(rows, rows, len(losses)).get("Verdict", "")
+        return judge_losses(rows, rows, len(losses), has_read_all=has_read_all).get("Verdict", "")
 
-    assert told(3.0, 2.5, 2.0).startswith("still falling")
+    assert told(3.0, 2.5, 2.0).startswith("still falling") and "time" in told(3.0, 2.5, 2.0)
+    assert "time" not in told(3.0, 2.5, 2.0, has_read_all=True), "more passes would not help"
     assert told(3.0, 2.0, 2.005).startswith("level"), "within the noise"
     assert told(2.000, 2.001, 2.002, 2.003).startswith("level") and told(2.0, 2.0, 2.0, 2.0).startswith("level")
     assert told(3.0, 2.0, 2.4) == "memorising since epoch 2; use best/"
