@@ -11,11 +11,13 @@ Every key of the config is a flag. Running the same command again continues the 
 from __future__ import annotations
 
 import os
+import time
 
-from common.script import check_flags, end, is_main_process, process_age, world, writing_script
+from common.script import check_flags, end, is_main_process, world, writing_script
 from training.config import BUILTIN_CONVERSATIONS, Config, parse_config
 
 if __name__ == "__main__":
+    STARTED = time.perf_counter()  # --minutes include importing torch
     check_flags(parse_config)  # before importing torch, which takes seconds: --help should not wait
     # A waiting thread spins this often before it sleeps. With libgomp's default of 300,000, a step
     # takes up to five times as long beside another busy program; with fewer, a quiet machine is
@@ -24,7 +26,6 @@ if __name__ == "__main__":
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,9 +78,7 @@ T = TypeVar("T")
 
 @writing_script(CheckpointError)
 def main(argv: Sequence[str] | None = None) -> int:
-    started = time.perf_counter()
-    if argv is None:
-        started -= process_age()
+    started = STARTED if __name__ == "__main__" else time.perf_counter()
     config = parse_config(argv)
     print(f"Run        {config.run_dir}{f' on {config.input}' if config.input else ''}", flush=True)
     require_existing([text for text in (config.input, config.companion) if text and text != BUILTIN_CONVERSATIONS])

@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +37,6 @@ def count_cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return cores
-
-
-def process_age() -> float:
-    """Return the seconds since this process began; 0 where the system does not tell (only Linux does)."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
 
 
 def world() -> World:
