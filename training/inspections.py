@@ -18,7 +18,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
-from common.output import byte_size, duration, si
+from common.output import byte_size, duration, plural, si
 from common.script import is_main_process
 from training.clock import Clock
 from training.compilation import prepare
@@ -119,8 +119,8 @@ def print_forecast(run: Run, clock: Clock, first_step: int, seconds: float) -> N
     print(
         f"Speed      {seconds:.3g} s a step, {si(speed)} tokens/s{mfu}\n"
         f"Saving     {saving:.1f} s per checkpoint, while the training goes on; this one was verified\n"
-        f"Evaluating about {duration(evaluating)} for {evaluated_windows(run.data, config):,} windows, {evaluations} "
-        f"times{', without the answers to prompts' if config.eval_prompts else ''}\n"
+        f"Evaluating about {duration(evaluating)} for {plural(evaluated_windows(run.data, config), 'window')}, "
+        f"{plural(evaluations, 'time')}{', without the answers to prompts' if config.eval_prompts else ''}\n"
         f"Time       about {duration(total)} for {steps:,} steps with their evaluations"
     )
     if units := hardware.units_per_hour(config):
