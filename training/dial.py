@@ -54,7 +54,6 @@ from training.timing import MIN_TIMED_STEPS, Candidate, Machine, StepTimes
 T = TypeVar("T")
 EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # evaluations per run, and the share of its time they may take
 FORWARD_SHARE = 1 / 3  # time of a forward pass relative to a training step
-EPOCHS_MARGIN = 3  # epochs allowed relative to the forecast: the machine may turn out faster
 DOWNLOAD_MARGIN = 1.5  # text taken from the hub relative to the forecast
 
 FIRST_VOCABULARY_BYTES = 1e7  # a larger text is first timed with the vocabulary of one this size
@@ -473,7 +472,7 @@ class Dial:
         keys = self.build_settings(choice.shape) | choose_settings(embed_dim, step_tokens, choice.passes)
         keys |= {
             "batch_size": batch_size,
-            "epochs": self.count_epochs(choice),
+            "epochs": self.limit_epochs(choice),
             "eval_interval": max(1, choice.steps // EVALUATIONS),
             "eval_batches": 0 if windows <= in_time else max(1, int(in_time / batch_size)),
         }
@@ -488,13 +487,13 @@ class Dial:
             keys["compile"] = "off"
         return parse_config(self.argv, keys, CHOSEN)
 
-    def count_epochs(self, choice: Choice) -> int:
-        """Return the epochs that limit a run, with room for a machine that is faster than timed. With a companion they
-        are its passes, in whose time one's own text is read, too."""
+    def limit_epochs(self, choice: Choice) -> int:
+        """Return the epochs after which another would not help. With a companion they are its passes, in whose time
+        one's own text is read, too."""
+        if not self.own_text:
+            return choice.useful_passes
         tokens = choice.steps * choice.sequences * choice.shape.max_seq_len
-        others = tokens / self.text.train_tokens - choice.passes if self.own_text else 0.0
-        passes = EPOCHS_MARGIN * (choice.passes + others)
-        return max(1, min(choice.useful_passes + math.ceil(others), math.ceil(passes)))
+        return choice.useful_passes + math.ceil(tokens / self.text.train_tokens - choice.passes)
 
     def advice(self) -> str:
         """Return advice on using the minutes that are left."""

@@ -59,6 +59,7 @@ REPORTED_CPU_SHARE = 0.8  # CPU time / time; below, other programs are reported
 MAX_TRACED_BYTES = 2e7  # samples are not searched for in larger texts, which are hardly learned by heart
 NOTICEABLE_BITS = 0.01  # bits per byte
 MIN_SAMPLE_SECONDS = 3.0  # for samples, also when --minutes are over
+NOT_MORE = "another pass would not help"
 MAX_PRINTED_ANSWERS = 20
 MAX_PRINTED_CHARACTERS = 80  # a model that has learned little repeats itself for hundreds
 
@@ -83,9 +84,10 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}"
-        + _describe_early_end(run),
+        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}",
     }
+    if early_end := _describe_early_end(run):
+        facts["Training"] += f" of {config.minutes:g} minutes, ended by --epochs {config.epochs}: {early_end}"
     if report.tokens_per_second:
         facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training"
         if report.cpu_share <= REPORTED_CPU_SHARE:
@@ -113,7 +115,7 @@ def _write_summary(run: Run, report: Report, answers: list[Answer], samples: lis
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
         if state.start and state.best_val_loss >= state.start.val_loss:
             facts["Best"] += f", no better than the {state.start.val_loss:.4f} of the initial weights"
-    facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion), _read_all_that_helps(run))
+    facts |= judge_losses(rows, evaluated, run.passes, bool(config.companion), early_end == NOT_MORE)
     forecast = config.forecast
     if forecast and bits and forecast.minutes == config.minutes:
         facts["Expected"] = compare_with_forecast(forecast, bits, report.tokens_per_second, state.step)
@@ -201,23 +203,12 @@ def _describe_companion(run: Run, bits_per_byte: float | None, tokens_per_second
     return f"{text}. Forecast without it: {forecast.alone:.2f} bits per byte; {verdict}"
 
 
-def _ended_by_epochs(run: Run) -> bool:
-    """Return whether the run ended before its `minutes` were over."""
-    config, state = run.config, run.state
-    is_over = has_stopped_early(state, config) or time_progress(state, config) >= 1
-    return bool(config.minutes and not is_over and not config.companion)
-
-
-def _read_all_that_helps(run: Run) -> bool:
-    """Return whether the run ended when, by the forecast, another pass would not help."""
-    return _ended_by_epochs(run) and run.config.sources.get("epochs") == CHOSEN
-
-
 def _describe_early_end(run: Run) -> str:
-    if not _ended_by_epochs(run):
+    """Describe why the run ended before its `minutes` were over; empty if it did not."""
+    config, state = run.config, run.state
+    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
         return ""
-    rest = "another pass would not help" if _read_all_that_helps(run) else "more epochs would use the rest"
-    return f" of {run.config.minutes:g} minutes, ended by --epochs {run.config.epochs}: {rest}"
+    return NOT_MORE if config.sources.get("epochs") == CHOSEN else "more epochs would use the rest"
 
 
 def compare_with_forecast(forecast: Forecast, bits: float, tokens_per_second: float | None, steps: int) -> str:

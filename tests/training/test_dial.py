@@ -140,7 +140,7 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
         assert config.batch_size * config.max_seq_len == of_step
         assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
         assert config.eval_interval == max(1, choice.steps // 20)
-        assert config.epochs == min(choice.useful_passes, math.ceil(3 * choice.passes))  # if it is faster than timed
+        assert config.epochs == choice.useful_passes  # also on a machine that is faster than timed
 
 
 def test_on_a_cpu_dropout_takes_its_time(book: Path) -> None:
